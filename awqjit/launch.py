@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a compiled kernel and calling it on torch tensors, with torch's own thread pool."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from awqjit.errors import LaunchError
+from awqjit.spec import KernelSpec
+
+
+class _Call(ctypes.Structure):
+    """``struct Call`` of ``templates/cpu/abi.h.jinja``, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "scales", "zeros", "bias", "y", "scratch")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "rows", "threads")),
+        ("parallel_for", ctypes.c_void_p),
+    )
+
+
+class ForeignKernelError(Exception):
+    """A shared library was loaded that is not the kernel it was taken for."""
+
+
+_in_forked_child = False
+
+
+def _after_fork_in_child() -> None:
+    # GNU OpenMP, under torch's thread pool, does not survive a fork: the child would wait for threads that are gone.
+    global _in_forked_child
+    _in_forked_child = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@lru_cache(maxsize=1)
+def _torch_parallel_for() -> int:
+    """Address of ``torch_parallel_for`` in torch's stable C shim (torch 2.10 and later)."""
+    library = Path(torch.__file__).parent / "lib" / {"darwin": "libtorch_cpu.dylib"}.get(os.sys.platform, "libtorch_cpu.so")  # type: ignore[attr-defined]
+    address = ctypes.cast(ctypes.CDLL(str(library)).torch_parallel_for, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledKernel:
+    """A loaded kernel. Calling it is thread-safe; it keeps no state between calls."""
+
+    spec: KernelSpec
+    path: Path
+    library: ctypes.CDLL
+
+    @classmethod
+    def load(cls, spec: KernelSpec, path: Path) -> CompiledKernel:
+        """Load the shared library at ``path``.
+
+        Raises:
+            OSError: it cannot be loaded.
+            ForeignKernelError: it is another kernel than ``spec``.
+        """
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        library.awqjit_slug.restype = ctypes.c_char_p
+        library.awqjit_scratch_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64)
+        library.awqjit_scratch_bytes.restype = ctypes.c_int64
+        library.awqjit_int4_mm.argtypes = (ctypes.POINTER(_Call),)
+        library.awqjit_int4_mm.restype = ctypes.c_int32
+        slug = library.awqjit_slug().decode()
+        if slug != spec.slug:
+            raise ForeignKernelError(f"{path} calls itself {slug}, wanted {spec.slug}")
+        return cls(spec, path, library)
+
+    @property
+    def name(self) -> str:
+        return self.spec.target.name
+
+    def __call__(self, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
+        """y = x W + bias.
+
+        Args:
+            x: [M, K] of the spec's dtype, any row stride, unit column stride.
+            weight, scales, zeros: a packed weight of the spec's shape (see :mod:`awqjit.layout`), contiguous.
+            bias: fp32 [N], contiguous; None exactly if the spec has no bias.
+
+        Returns:
+            [M, N] of x's dtype, contiguous.
+
+        Raises:
+            LaunchError: the thread pool reported an error.
+        """
+        rows = x.shape[0]
+        y = torch.empty((rows, self.spec.problem.n), dtype=x.dtype)
+        # x.stride(0) means nothing with one row, and a stride of 0 is fine.
+        threads = 1 if _in_forked_child else torch.get_num_threads()
+        # torch aligns what it allocates to 64 bytes, as the kernel wants it.
+        scratch = torch.empty(self.library.awqjit_scratch_bytes(rows, threads), dtype=torch.uint8)
+        call = _Call(
+            x.data_ptr(),
+            weight.data_ptr(),
+            scales.data_ptr(),
+            None if zeros is None else zeros.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            scratch.data_ptr(),
+            x.stride(0),
+            rows,
+            threads,
+            None if threads == 1 else _torch_parallel_for(),
+        )
+        code = self.library.awqjit_int4_mm(call)
+        if code:
+            raise LaunchError(self.spec.slug, code)
+        return y

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KernelSpec becomes C++ text: the same spec always gives the same text."""
+
+from __future__ import annotations
+
+import shlex
+import struct
+from functools import lru_cache
+from importlib.resources import files
+
+import jinja2
+
+from awqjit import __version__
+from awqjit.layout import BLOCK, packed_rows, padded_group_rows
+from awqjit.spec import KernelSpec
+from awqjit.target import Tile
+from awqjit.toolchain import neutral_command
+
+_JOB_BYTES = 16384  # weight bytes of one decode job: long enough to hide the shared counter, short enough to balance
+_MIN_JOBS = 16  # but never so few jobs that threads stand idle
+
+
+def _load(name: str) -> str | None:
+    resource = files("awqjit.templates").joinpath(*name.split("/"))
+    return resource.read_text(encoding="utf-8") if resource.is_file() else None
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_load),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.globals["bf16_bits"] = _bf16_bits
+    return environment
+
+
+def _bf16_bits(value: int) -> str:
+    """A small integer as the bits of a bf16, for example 1 -> 0x3f80. Exact for |value| <= 256."""
+    return f"0x{struct.unpack('<I', struct.pack('<f', value))[0] >> 16:04x}"
+
+
+def _cut(m: int, most: int) -> set[int]:
+    """Sizes of the pieces when m rows are cut into as few nearly equal pieces of at most ``most`` rows as possible."""
+    pieces = -(-m // most)
+    return {m // pieces, -(-m // pieces)}
+
+
+def _prefill_heights(tile: Tile) -> list[int]:
+    """Every height a register tile can have when more than decode_rows rows are cut into chunks and these into tiles."""
+    first = tile.decode_rows + 1  # beyond two chunks more, the pieces are sizes that have occurred before
+    chunks = {chunk for m in range(first, first + 2 * tile.row_chunk) for chunk in _cut(m, tile.row_chunk)}
+    return sorted({height for chunk in chunks for height in _cut(chunk, tile.rows)})
+
+
+def flags(spec: KernelSpec) -> tuple[str, ...]:
+    """The compiler flags that the spec adds to those of every kernel."""
+    return spec.target.flags
+
+
+def render(spec: KernelSpec) -> str:
+    """The kernel's whole C++ source. Its head names the spec, the version and the command that compiles it."""
+    problem, tile = spec.problem, spec.tile
+    vocabulary = spec.target.vocabulary(problem.x_dtype)
+    k, n, g = problem.k, problem.n, problem.group_size
+    padded = padded_group_rows(k, g)
+    last = k - (problem.groups - 1) * g
+    rows = packed_rows(k, g)
+    blocks = -(-n // BLOCK)
+    return _environment().get_template("cpu/kernel.cpp.jinja").render(
+        version=__version__,
+        slug=spec.slug,
+        command=shlex.join(neutral_command(flags(spec))),
+        compute=problem.compute,
+        target=spec.target.name,
+        vocabulary=vocabulary.name,
+        steps=vocabulary.steps,
+        decode_chains=vocabulary.chains_for,
+        tile=tile,
+        prefill_heights=_prefill_heights(tile),
+        k=k,
+        n=n,
+        groups=problem.groups,
+        group_size=g,
+        last_group=last,
+        group_padded=padded,
+        last_padded=rows - (problem.groups - 1) * padded,
+        packed_rows=rows,
+        column_blocks=blocks,
+        decode_job=max(1, min(_JOB_BYTES // (rows * BLOCK // 2), blocks // _MIN_JOBS)),
+        x_dtype=problem.x_dtype,
+        scale_dtype=problem.scale_dtype,
+        symmetric=problem.symmetric,
+        bias=problem.bias,
+        act_bits=problem.act_bits,
+        # 127 * 15 is the largest product of an int8 activation and q - z.
+        exact_fp32_sums=padded * 127 * 15 < 1 << 24,
+    )

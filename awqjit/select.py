@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where a kernel is chosen: an ordered table of rows, best first; the first that accepts wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from awqjit.errors import KernelRefusedError
+from awqjit.machine import Machine
+from awqjit.spec import MAX_W4A8_GROUP, KernelSpec, Problem
+from awqjit.target import TARGETS, Target
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the selection table.
+
+    Attributes:
+        name: what slugs, ``explain`` and ``AWQJIT_KERNEL`` call it.
+        device: device type of the tensors it takes.
+        target: how it is compiled; None for the row in plain torch.
+        accepts: ``accepts(problem, machine)`` is None when the row runs the problem on the machine, else the reason.
+    """
+
+    name: str
+    device: str
+    target: Target | None
+    accepts: Callable[[Problem, Machine], str | None]
+
+    def spec(self, problem: Problem) -> KernelSpec | None:
+        """What to render for ``problem``, with the row's default tile; None for the row in plain torch."""
+        return self.target and KernelSpec(problem, self.target, self.target.tile(problem.x_dtype))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row's answer to a problem. ``reason`` is None when it accepts."""
+
+    row: Row
+    reason: str | None
+    chosen: bool
+
+
+def _compiled(target: Target) -> Row:
+    def accepts(problem: Problem, machine: Machine) -> str | None:
+        if problem.act_bits not in target.act_bits:
+            return f"computes {' and '.join(f'w4a{bits}' for bits in target.act_bits)} only"
+        if target.machines and machine.architecture not in target.machines:
+            return f"needs {target.machines[0]}, this is {machine.architecture}"
+        if problem.act_bits == 8 and problem.group_size > MAX_W4A8_GROUP:
+            return f"int32 sums hold groups of at most {MAX_W4A8_GROUP} rows"
+        return machine.missing(target.features) or machine.no_compiler
+
+    return Row(target.name, "cpu", target, accepts)
+
+
+ROWS: tuple[Row, ...] = (
+    *(_compiled(target) for target in TARGETS),
+    Row("torch", "cpu", None, lambda problem, machine: None),
+)
+"""Best first, the reference last."""
+
+
+def explain(problem: Problem, machine: Machine, device: str = "cpu", forced: str | None = None) -> tuple[Verdict, ...]:
+    """Every row of the device, in order, with its answer; at most one is chosen.
+
+    Args:
+        problem: what is to be computed.
+        machine: where.
+        device: device type of the tensors.
+        forced: the only row that may be chosen (``AWQJIT_KERNEL``), or None.
+    """
+    verdicts: list[Verdict] = []
+    for row in ROWS:
+        if row.device != device:
+            continue
+        reason = row.accepts(problem, machine)
+        if reason is None and forced is not None and row.name != forced:
+            reason = f"AWQJIT_KERNEL={forced}"
+        verdicts.append(Verdict(row, reason, reason is None and not any(verdict.chosen for verdict in verdicts)))
+    return tuple(verdicts)
+
+
+def choose(problem: Problem, machine: Machine, device: str = "cpu", forced: str | None = None) -> Row:
+    """The first row that accepts.
+
+    Raises:
+        KernelRefusedError: ``forced`` names no row of the device, or one that refuses the problem.
+    """
+    verdicts = explain(problem, machine, device, forced)
+    for verdict in verdicts:
+        if verdict.chosen:
+            return verdict.row
+    rows = [verdict.row.name for verdict in verdicts]
+    reason = next((verdict.reason for verdict in verdicts if verdict.row.name == forced), None)
+    raise KernelRefusedError(str(forced), problem.slug, reason or f"there is no such row; rows: {', '.join(rows)}")
