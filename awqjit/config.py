@@ -27,8 +27,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("a path without ~: there is no home directory to put in its place") from None
+
+
 def _paths(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+    return tuple(_path(part) for part in text.split(os.pathsep) if part)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ MAX_ISA = Variable("AWQJIT_MAX_ISA", str, None, "hide CPU features above this le
 JIT = Variable("AWQJIT_JIT", _flag, True, "0 forbids compiling: only cached kernels run")
 CXX = Variable("AWQJIT_CXX", str, None, "the C++ compiler to use (a name, a path, or a command with arguments)")
 JOBS = Variable("AWQJIT_JOBS", _count, None, "compilers run at once by awqjit.warm (default: usable cores)")
-CACHE_DIR = Variable("AWQJIT_CACHE_DIR", lambda text: Path(text).expanduser(), None, "the writable kernel cache")
+CACHE_DIR = Variable("AWQJIT_CACHE_DIR", _path, None, "the writable kernel cache")
 CACHE_PATH = Variable("AWQJIT_CACHE_PATH", _paths, (), "read-only kernel caches, searched first (like PATH)")
 COMPILE_TIMEOUT = Variable("AWQJIT_COMPILE_TIMEOUT", _count, 120, "seconds one compiler run may take")
 

@@ -41,6 +41,21 @@ class FormatError(AwqJitError, ValueError):
         return f"{what}. {remedy}" if remedy else what
 
 
+class CheckpointMismatchError(AwqJitError, ValueError):
+    """A checkpoint's tensors are not those of its model: names are missing or left over, or shapes differ."""
+
+    def __init__(self, missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: tuple[str, ...]) -> None:
+        super().__init__(missing, unexpected, mismatched)
+
+    def __str__(self) -> str:
+        lines = ["the checkpoint does not fit the model that its config describes"]
+        for kind, names in zip(("missing", "unexpected", "of another shape"), self.args, strict=True):
+            if names:
+                more = f", ... ({len(names)} in all)" if len(names) > 20 else ""
+                lines.append(f"{kind}: {', '.join(names[:20])}{more}")
+        return "\n".join(lines)
+
+
 class ConfigError(AwqJitError, ValueError):
     """An ``AWQJIT_*`` environment variable holds a value that cannot be used."""
 
@@ -84,6 +99,11 @@ class CompileError(AwqJitError, RuntimeError):
         super().__init__(slug, command, source, output)
 
     @property
+    def directory(self) -> Path:
+        """Where the source, the log and whatever was built are kept."""
+        return Path(self.args[2]).parent
+
+    @property
     def first_error(self) -> str:
         """The first line of the compiler's output that reports an error (or the first line at all)."""
         lines = [line for line in self.args[3].splitlines() if line.strip()]
@@ -95,6 +115,16 @@ class CompileError(AwqJitError, RuntimeError):
             f"compiling the kernel {slug} failed: {self.first_error}\n"
             f"source:  {source}\ncommand: {shlex.join(command)}\nlog:     {Path(source).with_name('build.log')}"
         )
+
+
+class NoCacheError(AwqJitError, OSError):
+    """No directory can be written to build kernels in. ``reasons`` holds one line per directory that was tried."""
+
+    def __init__(self, reasons: tuple[str, ...]) -> None:
+        super().__init__(reasons)
+
+    def __str__(self) -> str:
+        return f"no directory to build kernels in: {'; '.join(self.args[0])}. Set AWQJIT_CACHE_DIR to one you can write"
 
 
 class KernelMissingError(AwqJitError, RuntimeError):
@@ -131,3 +161,14 @@ class LaunchError(AwqJitError, RuntimeError):
     def __str__(self) -> str:
         slug, code = self.args
         return f"the kernel {slug} failed with code {code}"
+
+
+class DemoWeightsError(AwqJitError, RuntimeError):
+    """The demo's weights cannot be had. ``remedy`` says what to do about it."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what, remedy)
+
+    def __str__(self) -> str:
+        what, remedy = self.args
+        return f"{what}. {remedy}"

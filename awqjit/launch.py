@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ class _Call(ctypes.Structure):
     )
 
 
-class ForeignKernelError(Exception):
+class ForeignKernelError(OSError):
     """A shared library was loaded that is not the kernel it was taken for."""
 
 
@@ -46,8 +47,9 @@ if hasattr(os, "register_at_fork"):
 @lru_cache(maxsize=1)
 def _torch_parallel_for() -> int:
     """Address of ``torch_parallel_for`` in torch's stable C shim (torch 2.10 and later)."""
-    library = Path(torch.__file__).parent / "lib" / {"darwin": "libtorch_cpu.dylib"}.get(os.sys.platform, "libtorch_cpu.so")  # type: ignore[attr-defined]
-    address = ctypes.cast(ctypes.CDLL(str(library)).torch_parallel_for, ctypes.c_void_p).value
+    name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+    address = ctypes.cast(library.torch_parallel_for, ctypes.c_void_p).value
     assert address is not None
     return address
 

@@ -8,7 +8,7 @@ One 32-bit word holds 8 consecutive k of one column, even k in the low half and 
     k - 8kb   7      5      3      1      6      4      2      0
 
 so nibble i holds k = 8 kb + [0, 2, 4, 6, 1, 3, 5, 7][i]. ``(w >> 4i) & 0x000F000F`` is then a pair (k even, k odd) for
-16-bit arithmetic, and ``w & 0x0F0F0F0F`` and ``(w >> 4) & 0x0F0F0F0F`` are bytes of k order [0, 4, 1, 5] and [2, 6, 3, 7].
+16-bit arithmetic; ``w & 0x0F0F0F0F`` and ``(w >> 4) & 0x0F0F0F0F`` are bytes of k order [0, 4, 1, 5] and [2, 6, 3, 7].
 
 Each group of rows is padded to a multiple of 8 rows with nibbles of 0 (a short last group to its own multiple of 8), so
 no word belongs to two groups. Columns are padded to a multiple of 16 with scale 0.

@@ -10,11 +10,11 @@ from importlib.resources import files
 
 import jinja2
 
-from awqjit import __version__
 from awqjit.layout import BLOCK, packed_rows, padded_group_rows
 from awqjit.spec import KernelSpec
 from awqjit.target import Tile
-from awqjit.toolchain import neutral_command
+from awqjit.toolchain import BASE_FLAGS, neutral_command
+from awqjit.version import __version__
 
 _JOB_BYTES = 16384  # weight bytes of one decode job: long enough to hide the shared counter, short enough to balance
 _MIN_JOBS = 16  # but never so few jobs that threads stand idle
@@ -51,15 +51,15 @@ def _cut(m: int, most: int) -> set[int]:
 
 
 def _prefill_heights(tile: Tile) -> list[int]:
-    """Every height a register tile can have when more than decode_rows rows are cut into chunks and these into tiles."""
+    """Every height of a register tile, when more than decode_rows rows are cut into chunks and these into tiles."""
     first = tile.decode_rows + 1  # beyond two chunks more, the pieces are sizes that have occurred before
     chunks = {chunk for m in range(first, first + 2 * tile.row_chunk) for chunk in _cut(m, tile.row_chunk)}
     return sorted({height for chunk in chunks for height in _cut(chunk, tile.rows)})
 
 
 def flags(spec: KernelSpec) -> tuple[str, ...]:
-    """The compiler flags that the spec adds to those of every kernel."""
-    return spec.target.flags
+    """All compiler flags of the spec: those of every kernel, then those of its row."""
+    return (*BASE_FLAGS, *spec.target.flags)
 
 
 def render(spec: KernelSpec) -> str:
@@ -71,32 +71,36 @@ def render(spec: KernelSpec) -> str:
     last = k - (problem.groups - 1) * g
     rows = packed_rows(k, g)
     blocks = -(-n // BLOCK)
-    return _environment().get_template("cpu/kernel.cpp.jinja").render(
-        version=__version__,
-        slug=spec.slug,
-        command=shlex.join(neutral_command(flags(spec))),
-        compute=problem.compute,
-        target=spec.target.name,
-        vocabulary=vocabulary.name,
-        steps=vocabulary.steps,
-        decode_chains=vocabulary.chains_for,
-        tile=tile,
-        prefill_heights=_prefill_heights(tile),
-        k=k,
-        n=n,
-        groups=problem.groups,
-        group_size=g,
-        last_group=last,
-        group_padded=padded,
-        last_padded=rows - (problem.groups - 1) * padded,
-        packed_rows=rows,
-        column_blocks=blocks,
-        decode_job=max(1, min(_JOB_BYTES // (rows * BLOCK // 2), blocks // _MIN_JOBS)),
-        x_dtype=problem.x_dtype,
-        scale_dtype=problem.scale_dtype,
-        symmetric=problem.symmetric,
-        bias=problem.bias,
-        act_bits=problem.act_bits,
-        # 127 * 15 is the largest product of an int8 activation and q - z.
-        exact_fp32_sums=padded * 127 * 15 < 1 << 24,
+    return (
+        _environment()
+        .get_template("cpu/kernel.cpp.jinja")
+        .render(
+            version=__version__,
+            slug=spec.slug,
+            command=shlex.join(neutral_command(flags(spec))),
+            compute=problem.compute,
+            target=spec.target.name,
+            vocabulary=vocabulary.name,
+            steps=vocabulary.steps,
+            decode_chains=vocabulary.chains_for,
+            tile=tile,
+            prefill_heights=_prefill_heights(tile),
+            k=k,
+            n=n,
+            groups=problem.groups,
+            group_size=g,
+            last_group=last,
+            group_padded=padded,
+            last_padded=rows - (problem.groups - 1) * padded,
+            packed_rows=rows,
+            column_blocks=blocks,
+            decode_job=max(1, min(_JOB_BYTES // (rows * BLOCK // 2), blocks // _MIN_JOBS)),
+            x_dtype=problem.x_dtype,
+            scale_dtype=problem.scale_dtype,
+            symmetric=problem.symmetric,
+            bias=problem.bias,
+            act_bits=problem.act_bits,
+            # 127 * 15 is the largest product of an int8 activation and q - z.
+            exact_fp32_sums=padded * 127 * 15 < 1 << 24,
+        )
     )

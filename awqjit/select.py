@@ -30,7 +30,9 @@ class Row:
 
     def spec(self, problem: Problem) -> KernelSpec | None:
         """What to render for ``problem``, with the row's default tile; None for the row in plain torch."""
-        return self.target and KernelSpec(problem, self.target, self.target.tile(problem.x_dtype))
+        if self.target is None:
+            return None
+        return KernelSpec(problem, self.target, self.target.tile(problem.x_dtype))
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ def _compiled(target: Target) -> Row:
     def accepts(problem: Problem, machine: Machine) -> str | None:
         if problem.act_bits not in target.act_bits:
             return f"computes {' and '.join(f'w4a{bits}' for bits in target.act_bits)} only"
+        if machine.system not in ("Linux", "Darwin"):
+            return f"compiled kernels run on Linux and macOS, this is {machine.system}"
         if target.machines and machine.architecture not in target.machines:
             return f"needs {target.machines[0]}, this is {machine.architecture}"
         if problem.act_bits == 8 and problem.group_size > MAX_W4A8_GROUP:

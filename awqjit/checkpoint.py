@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders on disk: reading safetensors a few tensors at a time, writing a new folder whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from awqjit.errors import ArgumentError, FormatError, MissingDependencyError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise MissingDependencyError(
+            "safetensors", "reading and writing model folders", "pip install awqjit[transformers]"
+        ) from None
+    return safetensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        FormatError: the file is missing, is not JSON, or holds something other than an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(f"{path.parent} has no {path.name}", "Give the folder of a transformers model.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FormatError(f"{path} is not valid JSON ({error})", "Fetch the file again.") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} holds a {type(value).__name__}, not an object", "Fetch the file again.")
+    return value
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file: name -> {dtype, shape, data_offsets}."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > path.stat().st_size - 8:
+                raise ValueError("it is shorter than its header says")
+            header = json.loads(file.read(size))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            if 8 + size + end > path.stat().st_size:
+                raise ValueError("it is shorter than its header says")
+    except FileNotFoundError:
+        raise FormatError(f"the shard {path} is missing", "Fetch it again.") from None
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise FormatError(f"{path} is not a complete safetensors file: {error}", "Fetch it again.") from None
+    header.pop("__metadata__", None)
+    return header
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a model folder, by name. Nothing is read until asked for.
+
+    Attributes:
+        folder: the folder.
+        config: the contents of its config.json.
+        files: tensor name -> the shard that holds it.
+        shapes: tensor name -> shape.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    files: dict[str, Path]
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+        """Read config.json, the shard index and the shards' headers.
+
+        Raises:
+            FormatError: there are no safetensors, a shard is missing or cut short, the index names tensors that its
+                shards lack, or several files and no index.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FormatError(f"{folder} is not a folder", "Give the folder of a transformers model.")
+        config = read_json(folder / "config.json")
+        index = folder / INDEX
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(name, str) and name == Path(name).name for name in weight_map.values()
+            ):
+                raise FormatError(f"{index} has no usable weight_map", "Fetch it again.")
+            files = {name: folder / shard for name, shard in weight_map.items()}
+            headers = {path: _header(path) for path in sorted(set(files.values()))}
+            lost = [name for name, path in files.items() if name not in headers[path]]
+            if lost:
+                raise FormatError(
+                    f"{index} lists tensors that its shards lack: {', '.join(lost[:10])}", "Fetch it again."
+                )
+        else:
+            paths = [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
+            if not paths:
+                pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt")))
+                found = f" (only {', '.join(pickles)})" if pickles else ""
+                raise FormatError(
+                    f"{folder} has no safetensors files{found}",
+                    "Pickle files can run code and are not read: convert the model to safetensors.",
+                )
+            if len(paths) > 1:
+                names = ", ".join(path.name for path in paths)
+                raise FormatError(f"{folder} has several shards ({names}) but no {INDEX}", "Fetch the index too.")
+            headers = {paths[0]: _header(paths[0])}
+            files = dict.fromkeys(headers[paths[0]], paths[0])
+        shapes = {name: tuple(headers[path][name]["shape"]) for name, path in files.items()}
+        return cls(folder, config, files, shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def read(self, *names: str) -> dict[str, torch.Tensor]:
+        """Read tensors in the dtype they have on disk.
+
+        The result owns its memory: the file is mapped only while it is read, so that neither a deleted shard nor its
+        resident pages outlive the call.
+
+        Raises:
+            KeyError: a name that is not in the checkpoint.
+        """
+        safetensors = _safetensors()
+        by_file: dict[Path, list[str]] = defaultdict(list)
+        for name in names:
+            by_file[self.files[name]].append(name)
+        tensors: dict[str, torch.Tensor] = {}
+        for path, members in by_file.items():
+            with safetensors.safe_open(str(path), framework="pt", device="cpu") as shard:
+                for name in members:
+                    tensors[name] = shard.get_tensor(name).clone()
+        return tensors
+
+
+class FolderWriter:
+    """Writes tensors into numbered safetensors shards of bounded size. Use through :func:`new_folder`."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        if shard_bytes < 1:
+            raise ArgumentError("shard_bytes", shard_bytes, "at least 1")
+        self.folder = folder
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Queue one tensor; a full shard is written at once. A tensor larger than a shard gets one of its own."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.safetensors"
+
+    def _flush(self) -> None:
+        _safetensors().torch.save_file(self._pending, str(self._part(len(self._shards))), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write one JSON file into the folder."""
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+    def finish(self) -> None:
+        """Write the last shard, give the shards their final names and write the index."""
+        if self._pending or not self._shards:
+            self._flush()
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            final = SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        self.write_json(INDEX, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
+
+
+@contextmanager
+def new_folder(
+    destination: str | os.PathLike[str], *, shard_bytes: int = 1 << 30, force: bool = False
+) -> Iterator[FolderWriter]:
+    """Write a folder that appears under its name only when the block ends without an exception.
+
+    Everything goes to a hidden folder beside the destination, which is renamed at the end (with ``force`` the old
+    folder is moved aside first and deleted last). A crash leaves at most the hidden folder behind.
+
+    Args:
+        destination: must not exist, or be an empty folder, unless ``force``.
+        shard_bytes: largest safetensors file in bytes.
+        force: replace an existing folder.
+
+    Raises:
+        ArgumentError: the destination exists and is not an empty folder.
+    """
+    destination = Path(os.path.abspath(destination))
+    _check_free(destination, force)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
+    try:
+        # mkdtemp makes folders that only their owner can read; the final one gets the usual permissions.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)
+        writer = FolderWriter(temporary, shard_bytes)
+        yield writer
+        writer.finish()
+        for path in temporary.iterdir():
+            _sync(path)
+        _sync(temporary)
+        _check_free(destination, force)
+        if destination.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".old", dir=destination.parent))
+            destination.rename(old / "folder")
+            temporary.rename(destination)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _check_free(destination: Path, force: bool) -> None:
+    if destination.exists() and not destination.is_dir():
+        raise ArgumentError("destination", f"the file {destination}", "a folder's name")
+    if destination.is_dir() and any(destination.iterdir()) and not force:
+        raise ArgumentError("destination", f"{destination}, which is not empty", "a new or empty folder (or force)")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ checkpoints of version "gemm": 8 columns of one row in each word, interleaved.
+
+For an in_features K, an out_features N and G groups a layer has qweight int32 [K, N / 8], qzeros int32 [G, N / 8] and
+scales [G, N]. A word of qweight or qzeros holds 8 columns, even ones in its low half and odd ones in its high half::
+
+    bits        31-28  27-24  23-20  19-16  15-12  11-8    7-4    3-0
+    nibble        7      6      5      4      3      2      1      0
+    column - 8c   7      5      3      1      6      4      2      0
+
+so nibble i of word c holds column 8c + [0, 2, 4, 6, 1, 3, 5, 7][i]. A zero point is stored as it is (no "minus one").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from awqjit.errors import ArgumentError, FormatError
+from awqjit.formats.columns import pack_columns, unpack_columns
+from awqjit.weight import (
+    SCALE_DTYPES,
+    SYMMETRIC_ZERO,
+    QuantizedWeight,
+    ceil_div,
+    check_tensor,
+    clear_padding,
+    resolve_group_size,
+)
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column, counted from the word's first, that each nibble of a word holds."""
+
+
+def awq_to_standard(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int) -> QuantizedWeight:
+    """One AWQ gemm layer in the standard (GPTQ) orientation: words of 8 rows of one column. No value changes.
+
+    Args:
+        qweight: int32 [K, N / 8], words as drawn at the head of this module.
+        scales: fp16, bf16 or fp32 [G, N], G = ceil(K / group_size).
+        qzeros: int32 [G, N / 8], words as qweight's; None when every zero point is 8.
+        group_size: rows that share a scale; -1, or more than K, for all K.
+
+    Returns:
+        The canonical weight; ``zeros`` is None only if ``qzeros`` is. It shares no memory with qweight and qzeros.
+
+    Raises:
+        ArgumentError: a tensor has another dtype or shape, or group_size is not -1 or at least 1.
+    """
+    if not isinstance(qweight, Tensor) or qweight.dim() != 2:
+        raise ArgumentError("qweight", getattr(qweight, "shape", type(qweight).__name__), "a 2-D tensor [K, N / 8]")
+    k, words = qweight.shape
+    n = 8 * words
+    group_size = resolve_group_size(group_size, k)
+    groups = ceil_div(k, group_size)
+    check_tensor("qweight", qweight, (k, words), torch.int32)
+    check_tensor("scales", scales, (groups, n), *SCALE_DTYPES)
+    if qzeros is not None:
+        check_tensor("qzeros", qzeros, (groups, words), torch.int32)
+    padded = F.pad(qweight, (0, 0, 0, -k % 8))
+    tiles = padded.reshape(-1, 8, words).clone(memory_format=torch.contiguous_format)
+    rows = tiles.unbind(1)
+    _transpose_nibbles(rows)
+    standard = torch.empty(tiles.shape[0], words, 8, dtype=torch.int32, device=qweight.device)
+    for i, column in enumerate(ORDER):
+        standard[:, :, column] = rows[i]
+    return QuantizedWeight(
+        qweight=standard.reshape(-1, n),
+        scales=scales,
+        zeros=None if qzeros is None else unpack_columns(qzeros, ORDER),
+        group_size=group_size,
+        in_features=k,
+        out_features=n,
+    )
+
+
+def standard_to_awq(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """The AWQ gemm tensors of a canonical weight; the inverse of :func:`awq_to_standard`.
+
+    Args:
+        weight: a canonical weight; one without zero points gets a qzeros that says 8 everywhere.
+
+    Returns:
+        qweight int32 [K, N / 8], scales [G, N] (the weight's own tensor), qzeros int32 [G, N / 8].
+
+    Raises:
+        FormatError: N is not a multiple of 8, or the rows are in act-order: AWQ can express neither.
+    """
+    k, n = weight.in_features, weight.out_features
+    if n % 8:
+        raise FormatError(
+            f"AWQ packs 8 columns into a word, and out_features {n} is not a multiple of 8",
+            "Store this layer as float or in the GPTQ form.",
+        )
+    if not weight.in_group_order():
+        raise FormatError("AWQ has no act-order (g_idx)", "Store this layer in the GPTQ form.")
+    lanes = clear_padding(weight.qweight, k).reshape(-1, n // 8, 8)
+    rows = [lanes[:, :, column].clone(memory_format=torch.contiguous_format) for column in ORDER]
+    _transpose_nibbles(rows)
+    qweight = torch.stack(rows, dim=1).reshape(-1, n // 8)[:k].contiguous()
+    zeros = weight.zeros
+    if zeros is None:
+        zeros = torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8, device=weight.device)
+    return qweight, weight.scales, pack_columns(zeros, ORDER)
+
+
+def _transpose_nibbles(words: Sequence[Tensor]) -> None:
+    """Take 8 words as an 8 by 8 matrix of nibbles and transpose it, in place: blocks of 1, 2, then 4 nibbles swap."""
+    for step, mask in ((1, 0x0F0F0F0F), (2, 0x00FF00FF), (4, 0x0000FFFF)):
+        for i in range(8):
+            if i & step:
+                continue
+            low, high = words[i], words[i + step]
+            # What >> drags in from the sign lies outside the mask.
+            moved = low >> (4 * step)
+            moved ^= high
+            moved &= mask
+            high ^= moved
+            moved <<= 4 * step
+            low ^= moved

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""int4 folders of the transformers library: the skeleton and its computed parts here, the weights by `awqjit.loader`.
+
+The library's own ``from_pretrained`` is not used for the weights: it converts every floating tensor to the model's
+dtype (scales included), fills what a checkpoint lacks with random values, and holds all unpacked layers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from awqjit import formats, loader
+from awqjit.checkpoint import Checkpoint
+from awqjit.errors import ArgumentError, AwqJitWarning, FormatError, MissingDependencyError
+from awqjit.spec import act_bits_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# Written by old versions of the library; the values are computed from the config.
+_IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
+
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def require_transformers(feature: str = "loading a transformers folder") -> Any:
+    """The transformers package.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise MissingDependencyError("transformers", feature, "pip install awqjit[transformers]") from None
+    return transformers
+
+
+def resolve_dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
+    """A torch dtype from a dtype, its name, or "auto" for the config's own.
+
+    Raises:
+        ArgumentError: it is not bfloat16, float16 or float32.
+    """
+    wanted: Any = dtype
+    if dtype == "auto":
+        wanted = getattr(config, "dtype", None) or torch.float32
+    if isinstance(wanted, str):
+        wanted = DTYPES.get(wanted.removeprefix("torch."), wanted)
+    if wanted not in DTYPES.values():
+        raise ArgumentError("dtype", dtype, f"auto or one of {', '.join(DTYPES)}")
+    return wanted
+
+
+def read_config(folder: str | os.PathLike[str], **options: Any) -> Any:
+    """The transformers config of a folder. Code that comes with a model is not run.
+
+    Raises:
+        FormatError: transformers does not know the model's type.
+    """
+    try:
+        return require_transformers().AutoConfig.from_pretrained(os.fspath(folder), **options)
+    except (ValueError, KeyError) as error:
+        raise FormatError(f"transformers cannot read the config of {folder}: {error}", "") from error
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model that a config describes, every tensor on the meta device."""
+    try:
+        with torch.device("meta"):
+            return require_transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise FormatError(f"transformers has no causal language model for this config: {error}", "") from error
+
+
+def _open(folder: Path) -> tuple[Checkpoint, formats.FormatConfig]:
+    checkpoint = Checkpoint.open(folder)
+    described = checkpoint.config.get("quantization_config")
+    if not any(name.endswith(".qweight") for name in checkpoint.files):
+        raise FormatError(f"{folder} holds no int4 layer", "Quantize it first: awqjit quantize FOLDER DESTINATION.")
+    if not isinstance(described, dict):
+        raise FormatError(f"{folder} holds int4 layers, but config.json has no quantization_config", "Add it.")
+    return checkpoint, formats.parse(described)
+
+
+def from_pretrained(
+    folder_or_id: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str = torch.bfloat16,
+    compute: str = "w4a16",
+    progress: bool = True,
+) -> PreTrainedModel:
+    """Load an int4 causal language model that transformers knows (Llama, Qwen2 and models built like them).
+
+    Which layers are int4 is read off the checkpoint's tensors. The model is in eval mode, no parameter requires a
+    gradient, and ``save_pretrained`` writes the checkpoint's own tensors again. Hints for GPU kernels in the config are
+    ignored.
+
+    Args:
+        folder_or_id: a folder with config.json and safetensors, or the id of such a model on the Hugging Face hub.
+        dtype: of activations and of everything that is not int4: bfloat16, float16, float32 or "auto" (the config's).
+            Scales keep the checkpoint's dtype.
+        compute: "w4a16" (activations as they are) or "w4a8" (activations rounded to int8 per row and group).
+        progress: show progress bars on stderr.
+
+    Returns:
+        The model, its int4 layers being :class:`awqjit.modules.Int4Linear`.
+
+    Raises:
+        ArgumentError: ``dtype`` or ``compute`` is unknown.
+        FormatError: the folder is not a complete model in a form that is read.
+        CheckpointMismatchError: its tensors do not fit its config.
+        MissingDependencyError: transformers is not installed.
+    """
+    transformers = require_transformers()
+    act_bits_of(compute)
+    folder = _folder(folder_or_id)
+    checkpoint, format = _open(folder)
+    config = read_config(folder)
+    target_dtype = resolve_dtype(dtype, config)
+    model = skeleton(config, target_dtype)
+    plan = loader.make_plan(
+        model,
+        checkpoint,
+        format,
+        ties=dict(model.all_tied_weights_keys),
+        ignored=(*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())),
+    )
+    half = (*(model._keep_in_fp32_modules or ()),) if target_dtype == torch.float16 else ()
+    refused = loader.load(
+        model,
+        checkpoint,
+        format,
+        plan,
+        dtype=target_dtype,
+        compute=compute,
+        keep_fp32={*half, *(model._keep_in_fp32_modules_strict or ())},
+        show_progress=progress,
+    )
+    _compute_buffers(model)
+    _untie(model, plan.untied)
+    if refused:
+        quantization = model.config.quantization_config
+        listed = quantization.get("modules_to_not_convert") or []
+        quantization["modules_to_not_convert"] = [*listed, *refused]
+    if (folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.config._name_or_path = os.fspath(folder_or_id)
+    _check_complete(model)
+    return model.eval()
+
+
+def _folder(folder_or_id: str | os.PathLike[str]) -> Path:
+    """The folder itself, or a hub model's, downloaded."""
+    folder = Path(folder_or_id).expanduser()
+    text = os.fspath(folder_or_id)
+    if folder.is_dir():
+        return folder
+    if isinstance(folder_or_id, Path) or text.startswith((".", "~", os.sep)) or text.count("/") > 1 or not text:
+        raise FormatError(f"{text or repr(text)} is not a folder", "Give a folder, or the id of a model on the hub.")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(text, allow_patterns=list(_HUB_FILES)))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{text} is neither a folder nor a hub model that can be fetched: {error}", "") from error
+
+
+@contextmanager
+def _meta_refused(name: str, module: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise FormatError(
+            f"the buffers of {name} ({type(module).__name__}) cannot be computed from the model's config: {error}",
+            "This model type is not supported.",
+        ) from error
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """Compute what is neither a parameter nor on disk, such as the rotary frequencies, by making its module again."""
+    for name, module in model.named_modules():
+        names = [key for key in module._non_persistent_buffers_set if getattr(module._buffers[key], "is_meta", False)]
+        if not names:
+            continue
+        with _meta_refused(name, module):
+            computed: Any = type(module)(config=module.config)
+            for key in names:
+                module._buffers[key] = computed._buffers[key]
+
+
+def _untie(model: Any, names: tuple[str, ...]) -> None:
+    """Record that parameters which the config ties have weights of their own."""
+    if not names:
+        return
+    for name in names:
+        model.all_tied_weights_keys.pop(name, None)
+    model.config.tie_word_embeddings = False
+    kept = [name for name in names if name in dict(model.named_parameters())]
+    if kept:
+        warnings.warn(
+            f"the config ties {', '.join(kept)} to the embeddings, but the checkpoint gives them weights of their own, "
+            "which are used",
+            AwqJitWarning,
+            stacklevel=3,
+        )
+
+
+def _check_complete(model: nn.Module) -> None:
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        raise FormatError(f"no values for {', '.join(left[:20])}", "This model type is not supported.")

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Problem to a kernel that runs: select, render, compile or find cached, load. Once per problem and process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from awqjit import cache, config, launch, machine, progress, reference, select
+from awqjit.errors import ArgumentError, AwqJitError, AwqJitWarning, CompileError, KernelRefusedError, NoCompilerError
+from awqjit.layout import PackedWeight, unpack
+from awqjit.render import flags, render
+from awqjit.spec import Problem
+
+DTYPE_NAMES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Kernel(Protocol):
+    """What runs a problem: ``kernel(x [M, K], weight, scales, zeros, fp32 bias) -> y [M, N]`` on packed tensors."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TorchKernel:
+    """The last row: unpacks the weight and computes the definition in plain torch. Right, and slow."""
+
+    problem: Problem
+    name: str = "torch"
+
+    def __call__(self, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
+        problem = self.problem
+        packed = PackedWeight(weight, scales, zeros, None, problem.k, problem.n, problem.group_size)
+        return reference.int4_mm(x, unpack(packed), bias, problem.act_bits)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that serves a problem in this process, and how it came to be.
+
+    Attributes:
+        problem: what it computes.
+        kernel: what computes it.
+        refusals: rows that come before it in the selection table, each with the reason why it was passed over.
+        origin: "built", "cache" or "baked" for a compiled kernel; "torch" for the row in plain torch.
+        compile_seconds: time in the compiler; 0 when the kernel came from a cache.
+        seconds: time for everything: selecting, rendering, compiling or finding, loading.
+    """
+
+    problem: Problem
+    kernel: Kernel
+    refusals: tuple[tuple[str, str], ...]
+    origin: str
+    compile_seconds: float
+    seconds: float
+
+
+class _Memo:
+    """The choices of this process. One lock guards the tables; one per problem keeps threads from building twice."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.building: dict[Problem, threading.Lock] = {}
+        self.choices: dict[Problem, Choice] = {}
+        self.warned: set[str] = set()
+
+
+_memo = _Memo()
+
+
+def _after_fork_in_child() -> None:
+    # A lock that another thread held at the fork would never be released in the child.
+    global _memo
+    old, _memo = _memo, _Memo()
+    _memo.choices, _memo.warned = dict(old.choices), set(old.warned)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def forget() -> None:
+    """Drop every choice, so that ``AWQJIT_KERNEL``, ``AWQJIT_MAX_ISA`` and the like are read again on the next use."""
+    with _memo.lock:
+        _memo.choices.clear()
+        _memo.building.clear()
+        _memo.warned.clear()
+
+
+def choices() -> tuple[Choice, ...]:
+    """What this process has chosen so far, in order of first use."""
+    with _memo.lock:
+        return tuple(_memo.choices.values())
+
+
+def choose(problem: Problem) -> Choice:
+    """The kernel for a problem: the one already chosen, else selected and made ready now.
+
+    Thread-safe: other threads that want the same problem wait for the one that builds it.
+
+    Raises:
+        KernelRefusedError: ``AWQJIT_KERNEL`` names a row that does not exist or refuses the problem.
+        KernelMissingError: ``AWQJIT_JIT=0`` and the kernel is in no cache.
+        NoCompilerError, CompileError: only when ``AWQJIT_KERNEL`` forces a row that has to be compiled.
+    """
+    choice = _memo.choices.get(problem)
+    if choice is not None:
+        return choice
+    memo = _memo
+    with memo.lock:
+        building = memo.building.setdefault(problem, threading.Lock())
+    with building:
+        choice = memo.choices.get(problem)
+        if choice is None:
+            choice = _make(problem)
+            with memo.lock:
+                memo.choices[problem] = choice
+    return choice
+
+
+def _make(problem: Problem) -> Choice:
+    """Walk down the selection table until a row accepts the problem and its kernel can be had."""
+    start = time.perf_counter()
+    here, forced = machine.detect(), config.KERNEL.read()
+    select.choose(problem, here, forced=forced)  # raises when the forced row does not exist or refuses
+    refusals: list[tuple[str, str]] = []
+    for verdict in select.explain(problem, here, forced=forced):
+        row, reason = verdict.row, verdict.reason
+        if reason is None:
+            if row.target is None and forced is None:
+                why = "; ".join(f"{name}: {text}" for name, text in refusals)
+                _warn("no compiled kernel for an int4 layer, computing it slowly in plain torch", f" ({why})")
+            try:
+                return _ready(problem, row, tuple(refusals), start)
+            except (NoCompilerError, CompileError, OSError) as error:
+                # A row that was asked for by name must not be replaced in silence.
+                if forced is not None or row.target is None:
+                    raise
+                reason = error.first_error if isinstance(error, CompileError) else str(error)
+                where = f" (in {error.directory})" if isinstance(error, CompileError) else ""
+                _warn(f"the kernel row {row.name} cannot be built here, taking the next one: {reason}", where)
+        refusals.append((row.name, reason))
+    raise KernelRefusedError(str(forced), problem.slug, "; ".join(f"{name}: {reason}" for name, reason in refusals))
+
+
+def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], ...], start: float) -> Choice:
+    spec = row.spec(problem)
+    if spec is None:
+        return Choice(problem, TorchKernel(problem), refusals, "torch", 0.0, time.perf_counter() - start)
+    artifact = cache.fetch(cache.Request(spec.slug, render(spec), flags(spec)))
+    kernel = launch.CompiledKernel.load(spec, artifact.path)
+    return Choice(problem, kernel, refusals, artifact.origin, artifact.seconds, time.perf_counter() - start)
+
+
+def _warn(text: str, detail: str) -> None:
+    """Warn once per process and text, whatever the warning filters say about repetition."""
+    with _memo.lock:
+        if text in _memo.warned:
+            return
+        _memo.warned.add(text)
+    warnings.warn(text + detail, AwqJitWarning, stacklevel=2)
+
+
+def problems(model: torch.nn.Module, dtype: torch.dtype | None = None) -> tuple[Problem, ...]:
+    """The distinct problems of a model's int4 layers, in order of first appearance.
+
+    Args:
+        model: any module; its int4 layers are found by their ``problem(dtype)`` method.
+        dtype: dtype of the activations; None takes that of the model's first floating-point parameter.
+
+    Raises:
+        ArgumentError: no dtype was given and the model has no floating-point parameter.
+    """
+    if dtype is None:
+        dtype = next((p.dtype for p in model.parameters() if p.dtype in DTYPE_NAMES), None)
+        if dtype is None:
+            raise ArgumentError("dtype", None, f"one of {', '.join(map(str, DTYPE_NAMES))}: the model has no parameter")
+    layers = (module for module in model.modules() if callable(getattr(module, "problem", None)))
+    return tuple(dict.fromkeys(layer.problem(dtype) for layer in layers))  # type: ignore[operator]
+
+
+def warm(
+    what: torch.nn.Module | Iterable[Problem],
+    *,
+    dtype: torch.dtype | None = None,
+    jobs: int | None = None,
+    show_progress: bool = True,
+) -> tuple[Choice, ...]:
+    """Make the kernels of a model ready ahead of their first use, compiling several at once.
+
+    Args:
+        what: a model with int4 layers, or problems.
+        dtype: dtype of the activations, if ``what`` is a model; None takes that of its parameters.
+        jobs: compilers run at once; None takes ``AWQJIT_JOBS``, else the cores this process may use.
+        show_progress: show a progress bar on stderr (needs rich).
+
+    Returns:
+        One choice per distinct problem.
+
+    Raises:
+        ArgumentError: ``jobs`` is less than 1.
+        AwqJitError: what :func:`choose` raises for the first problem that fails; the others are finished first.
+    """
+    wanted = problems(what, dtype) if isinstance(what, torch.nn.Module) else tuple(dict.fromkeys(what))
+    if jobs is None:
+        jobs = config.JOBS.read() or usable_cores()
+    if jobs < 1:
+        raise ArgumentError("jobs", jobs, "at least 1")
+    failure: AwqJitError | None = None
+    done: list[Choice] = []
+    with progress.bar("compiling kernels", len(wanted), show_progress) as step, ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(choose, problem) for problem in wanted]:
+            try:
+                done.append(future.result())
+            except AwqJitError as error:
+                failure = failure or error
+            step()
+    if failure is not None:
+        raise failure
+    return tuple(done)
+
+
+def usable_cores() -> int:
+    """CPU cores this process may run on: its affinity mask where the system has one."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Int4Linear`: a drop-in for ``nn.Linear`` that holds a packed int4 weight and speaks the checkpoint's own form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from awqjit import ops  # noqa: F401  (registers torch.ops.awqjit)
+from awqjit.errors import ArgumentError
+from awqjit.formats import FormatConfig
+from awqjit.formats.awq import awq_to_standard, standard_to_awq
+from awqjit.formats.gptq import gptq_to_standard, standard_to_gptq
+from awqjit.jit import DTYPE_NAMES
+from awqjit.layout import PackedWeight, pack, unpack
+from awqjit.spec import COMPUTE, Problem, act_bits_of
+from awqjit.weight import QuantizedWeight, check_tensor
+
+AWQ_GEMM = FormatConfig(method="awq", bits=4, group_size=-1, zero_point=True, version="gemm")
+"""The form in which a layer made from a bare QuantizedWeight speaks."""
+
+_PACKED = ("packed_weight", "packed_scales", "packed_zeros", "packed_perm")
+
+
+def to_checkpoint(weight: QuantizedWeight, format: FormatConfig) -> dict[str, Tensor]:
+    """A canonical weight as the tensors that a checkpoint of ``format`` holds for one layer, by their last names.
+
+    Raises:
+        FormatError: the format cannot express the weight.
+    """
+    if format.method == "awq":
+        return dict(zip(("qweight", "scales", "qzeros"), standard_to_awq(weight), strict=True))
+    return dict(zip(("qweight", "scales", "qzeros", "g_idx"), standard_to_gptq(weight, v2=format.v2), strict=True))
+
+
+def from_checkpoint(tensors: dict[str, Tensor], format: FormatConfig, group_size: int) -> QuantizedWeight:
+    """The canonical weight of one layer's checkpoint tensors, by their last names.
+
+    Raises:
+        ArgumentError, FormatError: the tensors do not fit together, or are in a form that is not read.
+    """
+    qweight, scales, qzeros = tensors["qweight"], tensors["scales"], tensors.get("qzeros")
+    if format.method == "awq":
+        return awq_to_standard(qweight, scales, qzeros, group_size)
+    g_idx = tensors.get("g_idx")
+    return gptq_to_standard(qweight, scales, qzeros, group_size, v2=format.v2, sym=format.sym, g_idx=g_idx)
+
+
+class Int4Linear(nn.Module):
+    """``y = x W + bias`` with an int4 weight. Make one with :meth:`from_quantized`.
+
+    The packed tensors are buffers that are not saved: ``state_dict`` holds what the layer's checkpoint holds (qweight,
+    qzeros, scales and the like, bit for bit), so that a saved model does not depend on this machine. Moving the module
+    moves its tensors; changing its dtype (``.half()``) leaves them alone, for y always has the dtype of x.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        group_size: rows of W that share a scale.
+        act_bits: 16 (w4a16) or 8 (w4a8).
+        format: the form in which ``state_dict`` speaks.
+        bias: Parameter [N], or None.
+    """
+
+    packed_weight: Tensor
+    packed_scales: Tensor
+    packed_zeros: Tensor | None
+    packed_perm: Tensor | None
+
+    def __init__(
+        self,
+        packed: PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        compute: str = "w4a16",
+        format: FormatConfig = AWQ_GEMM,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = packed.in_features, packed.out_features
+        self.group_size = packed.group_size
+        self.layout = packed.layout
+        self.act_bits = act_bits_of(compute)
+        self.format = format
+        if bias is not None:
+            check_tensor("bias", bias, (self.out_features,), *DTYPE_NAMES)
+            bias = nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", bias)
+        self._set(packed)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        compute: str = "w4a16",
+        format: FormatConfig = AWQ_GEMM,
+    ) -> Int4Linear:
+        """Pack a canonical weight into a layer.
+
+        Args:
+            weight: the weight; zero points that are 8 everywhere are not stored.
+            bias: fp16, bf16 or fp32 [N], or None.
+            compute: "w4a16" (exact weights times x) or "w4a8" (x rounded to int8 per row and group; faster).
+            format: the form in which ``state_dict`` is to speak.
+
+        Raises:
+            ArgumentError: ``compute`` or ``bias`` is not as above.
+        """
+        return cls(pack(weight.symmetric_if_possible()), bias, compute=compute, format=format)
+
+    def _set(self, packed: PackedWeight) -> None:
+        values = (packed.weight, packed.scales, packed.zeros, packed.perm)
+        for name, tensor in zip(_PACKED, values, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def compute(self) -> str:
+        """ "w4a16" or "w4a8"."""
+        return next(name for name, bits in COMPUTE.items() if bits == self.act_bits)
+
+    def packed(self) -> PackedWeight:
+        """The layer's packed weight; shares memory with it."""
+        return PackedWeight(
+            self.packed_weight,
+            self.packed_scales,
+            self.packed_zeros,
+            self.packed_perm,
+            self.in_features,
+            self.out_features,
+            self.group_size,
+            self.layout,
+        )
+
+    def quantized(self) -> QuantizedWeight:
+        """The canonical weight, in memory of its own."""
+        return unpack(self.packed())
+
+    def problem(self, dtype: torch.dtype) -> Problem:
+        """What a kernel is compiled for when x has ``dtype``.
+
+        Raises:
+            ArgumentError: ``dtype`` is not bf16, fp16 or fp32.
+        """
+        if dtype not in DTYPE_NAMES:
+            raise ArgumentError("dtype", dtype, " or ".join(map(str, DTYPE_NAMES)))
+        return Problem(
+            k=self.in_features,
+            n=self.out_features,
+            group_size=self.group_size,
+            x_dtype=DTYPE_NAMES[dtype],
+            scale_dtype=DTYPE_NAMES[self.packed_scales.dtype],
+            symmetric=self.packed_zeros is None,
+            bias=self.bias is not None,
+            act_bits=self.act_bits,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] of fp16, bf16 or fp32 to y [..., N] of the same dtype."""
+        bias = self.bias
+        trains = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+        op = torch.ops.awqjit.int4_linear if trains else torch.ops.awqjit.int4_mm
+        return op(
+            x,
+            self.packed_weight,
+            self.packed_scales,
+            self.packed_zeros,
+            bias,
+            self.in_features,
+            self.out_features,
+            self.group_size,
+            self.act_bits,
+            self.packed_perm,
+            self.layout,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}, "
+            f"bias={self.bias is not None}, compute={self.compute}, format={self.format.method}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
+        before = {name: getattr(self, name) for name in (*_PACKED, "bias")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new is None or new.dtype == old.dtype:
+                continue
+            kept = old.detach().to(new.device)
+            if name == "bias":
+                self.bias = nn.Parameter(kept, requires_grad=old.requires_grad)
+            else:
+                setattr(self, name, kept)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in to_checkpoint(self.quantized(), self.format).items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = ("qweight", "scales", "qzeros", "g_idx")
+        tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in names}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        absent = [name for name in ("qweight", "scales") if name not in tensors]
+        if not self.format.sym and "qzeros" not in tensors:
+            absent.append("qzeros")
+        if absent:
+            missing_keys.extend(prefix + name for name in absent)
+            return
+        try:
+            weight = from_checkpoint(tensors, self.format, self.group_size)
+            if (weight.in_features, weight.out_features) != (self.in_features, self.out_features):
+                raise ArgumentError(
+                    "qweight",
+                    f"a weight of {weight.in_features} x {weight.out_features}",
+                    f"{self.in_features} x {self.out_features}",
+                )
+            self._set(pack(weight.symmetric_if_possible()))
+        except ValueError as error:  # ArgumentError and FormatError
+            error_msgs.append(f"{prefix.removesuffix('.')}: {error}")

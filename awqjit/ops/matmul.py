@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``int4_mm``: the kernels behind one operator, for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from awqjit import jit
+from awqjit.errors import ArgumentError
+from awqjit.layout import LAYOUT_CPU
+from awqjit.ops.checks import check_int4_mm
+
+_checked: dict[tuple[Any, ...], jit.Kernel] = {}
+"""Argument shapes, dtypes and ints that were checked before -> the kernel that serves them."""
+
+
+def _describe(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()
+
+
+def forget() -> None:
+    """Drop the kernels that calls have been matched with."""
+    _checked.clear()
+
+
+def int4_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    act_bits: int = 16,
+    perm: Tensor | None = None,
+    layout: int = LAYOUT_CPU,
+) -> Tensor:
+    key = (
+        x.dtype,
+        x.device,
+        _describe(weight),
+        _describe(scales),
+        _describe(zeros),
+        _describe(bias),
+        _describe(perm),
+        in_features,
+        out_features,
+        group_size,
+        act_bits,
+        layout,
+    )
+    kernel = _checked.get(key)
+    if kernel is None or x.dim() < 1 or x.shape[-1] != in_features:
+        problem = check_int4_mm(
+            x, weight, scales, zeros, bias, in_features, out_features, group_size, act_bits, perm, layout
+        )
+        kernel = _checked[key] = jit.choose(problem).kernel
+    if perm is not None and perm.numel():
+        x = x.index_select(-1, perm)
+    rows = x if x.dim() == 2 else x.reshape(-1, in_features)
+    # A row has to be contiguous; how far apart the rows are does not matter.
+    if rows.stride(1) != 1 and in_features != 1:
+        rows = rows.contiguous()
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+    y = kernel(rows, weight, scales, zeros if zeros is not None and zeros.numel() else None, bias)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
+
+
+def int4_mm_fake(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    act_bits: int = 16,
+    perm: Tensor | None = None,
+    layout: int = LAYOUT_CPU,
+) -> Tensor:
+    check_int4_mm(x, weight, scales, zeros, bias, in_features, out_features, group_size, act_bits, perm, layout)
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def int4_mm_autograd(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, *rest: Any, **named: Any
+) -> Tensor:
+    if torch.is_grad_enabled():
+        bias = rest[0] if rest else named.get("bias")
+        for name, tensor in (("x", x), ("scales", scales), ("bias", bias)):
+            if tensor is not None and tensor.requires_grad:
+                raise ArgumentError(
+                    name,
+                    "a tensor that requires grad",
+                    "torch.no_grad() or inference_mode around torch.ops.awqjit.int4_mm, or its differentiable sibling "
+                    "torch.ops.awqjit.int4_linear (same arguments)",
+                )
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.awqjit.int4_mm.default(x, weight, scales, zeros, *rest, **named)
+
+
+def autocast(name: str) -> Any:
+    op = getattr(torch.ops.awqjit, name).default
+
+    def cast(
+        x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, *rest: Any, **named: Any
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu")
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(x.to(dtype), weight, scales, zeros, None if bias is None else bias.to(dtype), *rest, **named)
+
+    return cast
+
+
+def int4_mm_vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, int]:
+    if any(dim is not None for dim in in_dims[1:]):
+        raise ArgumentError("vmap in_dims", in_dims, "only x batched: weights and bias are shared by the batch")
+    return torch.ops.awqjit.int4_mm(x.movedim(in_dims[0], 0), *rest, **named), 0

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pack``, ``pack_awq`` and ``unpack``: canonical weights, AWQ tensors and packed weights as operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from awqjit import layout as layouts
+from awqjit.errors import ArgumentError
+from awqjit.formats.awq import awq_to_standard
+from awqjit.layout import BLOCK, LAYOUT_CPU, packed_rows
+from awqjit.ops.checks import none_if_empty, packed_weight, resolve
+from awqjit.weight import QuantizedWeight, ceil_div
+
+
+def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(0, dtype=dtype) if tensor is None else tensor
+
+
+def pack(
+    qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, in_features: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if scales.dim() != 2:
+        raise ArgumentError("scales", f"shape {list(scales.shape)}", "shape [groups, out_features]")
+    packed = layouts.pack(
+        QuantizedWeight(
+            qweight=qweight,
+            scales=scales,
+            zeros=none_if_empty(zeros),
+            group_size=resolve(group_size, in_features),
+            in_features=in_features,
+            out_features=scales.shape[1],
+            g_idx=none_if_empty(g_idx),
+        )
+    )
+    return (
+        packed.weight,
+        packed.scales,
+        _or_empty(packed.zeros, qweight, torch.uint8),
+        _or_empty(packed.perm, qweight, torch.int32),
+    )
+
+
+def pack_fake(
+    qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, in_features: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    blocks = ceil_div(scales.shape[1], BLOCK)
+    words = packed_rows(in_features, resolve(group_size, in_features)) // 8
+    zeros, g_idx = none_if_empty(zeros), none_if_empty(g_idx)
+    # Whether g_idx is in order is in its data: the shape of perm is known only when it is absent.
+    perm = 0 if g_idx is None else torch.library.get_ctx().new_dynamic_size()
+    return (
+        qweight.new_empty(blocks, words, BLOCK),
+        scales.new_empty(blocks, scales.shape[0], BLOCK),
+        qweight.new_empty(0 if zeros is None else (blocks, scales.shape[0], BLOCK), dtype=torch.uint8),
+        qweight.new_empty(perm, dtype=torch.int32),
+    )
+
+
+def pack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    packed = layouts.pack(awq_to_standard(qweight, scales, none_if_empty(qzeros), group_size))
+    return packed.weight, packed.scales, _or_empty(packed.zeros, qweight, torch.uint8)
+
+
+def pack_awq_fake(
+    qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    in_features = qweight.shape[0]
+    words = packed_rows(in_features, resolve(group_size, in_features)) // 8
+    blocks = ceil_div(scales.shape[1], BLOCK)
+    return (
+        qweight.new_empty(blocks, words, BLOCK),
+        scales.new_empty(blocks, scales.shape[0], BLOCK),
+        qweight.new_empty(0 if none_if_empty(qzeros) is None else (blocks, scales.shape[0], BLOCK), dtype=torch.uint8),
+    )
+
+
+def unpack(
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    perm: Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    layout: int = LAYOUT_CPU,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    packed = packed_weight(weight, scales, zeros, perm, in_features, out_features, group_size, layout)
+    canonical = layouts.unpack(packed)
+    return (
+        canonical.qweight,
+        canonical.scales,
+        _or_empty(canonical.zeros, weight, torch.uint8),
+        _or_empty(canonical.g_idx, weight, torch.int32),
+    )
+
+
+def unpack_fake(
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    perm: Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    layout: int = LAYOUT_CPU,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    groups = ceil_div(in_features, resolve(group_size, in_features))
+    return (
+        weight.new_empty(ceil_div(in_features, 8), out_features),
+        scales.new_empty(groups, out_features),
+        weight.new_empty(0 if none_if_empty(zeros) is None else (groups, out_features), dtype=torch.uint8),
+        weight.new_empty(0 if none_if_empty(perm) is None else in_features, dtype=torch.int32),
+    )

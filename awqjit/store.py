@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One kernel on disk: how its directory is named, checked, published and cleaned up after.
+
+``<slug>-<hash>/`` holds kernel.cpp, kernel.so, build.log and meta.json. A published directory is never changed, only
+renamed as a whole: a process may have its library mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import secrets
+import shlex
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from awqjit import places, toolchain
+from awqjit.errors import ArgumentError
+
+SCHEMA = 1
+"""Number of this directory form; part of every key. A kernel of another schema is never used."""
+
+SOURCE, LIBRARY, LOG, META = "kernel.cpp", "kernel.so", "build.log", "meta.json"
+
+_SLUG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,159}")
+_HASH = re.compile(r"[0-9a-f]{16}")
+_DAY = 24 * 3600
+_KEPT_SECONDS = {"build": _DAY, "stale": _DAY, "own": 30 * _DAY, "failed": 30 * _DAY}
+"""Kinds of directories that are not there to stay, and the age at which nobody can be using them any more. "build":
+being built; "stale": damaged and set aside; "own": sound, but another process was first, so only its builder uses it;
+"failed": the compiler refused it."""
+_MAX_META = 1 << 20
+
+logger = logging.getLogger("awqjit")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A kernel that is wanted.
+
+    Attributes:
+        slug: its readable name; the first part of the directory's name.
+        source: the rendered C++ text, with everything it includes but the compiler's own headers.
+        flags: compiler flags beyond :data:`awqjit.toolchain.BASE_FLAGS`.
+    """
+
+    slug: str
+    source: str
+    flags: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not _SLUG.fullmatch(self.slug) or self.slug.partition("-")[0] in _KEPT_SECONDS:
+            kinds = ", ".join(f"{kind}-" for kind in _KEPT_SECONDS)
+            raise ArgumentError(
+                "Request.slug", repr(self.slug), f"1 to 160 letters, digits and _ . + -; not {kinds}..."
+            )
+
+    def identity(self, compiler: toolchain.Compiler | None) -> dict[str, object]:
+        """What a stored kernel must agree with. Without a compiler any compiler's work for this machine will do."""
+        wanted: dict[str, object] = {
+            "schema": SCHEMA,
+            "source_sha256": _digest(self.source.encode("utf-8")),
+            "command": list(toolchain.neutral_command(self.flags)),
+            "machine": platform.machine(),
+        }
+        if compiler is not None:
+            wanted["compiler"] = compiler.identity
+        return wanted
+
+    def directory_name(self, compiler: toolchain.Compiler) -> str:
+        """``<slug>-<hash>``; the hash is over schema, source, command, machine and compiler."""
+        text = json.dumps(self.identity(compiler), sort_keys=True, ensure_ascii=True)
+        return f"{self.slug}-{_digest(text.encode('ascii'))[:16]}"
+
+
+def passing_name(kind: str) -> str:
+    """A unique name for a directory that is not there to stay: "build", "stale" or "own"."""
+    return f"{kind}-{secrets.token_hex(8)}"
+
+
+def is_other(directory: Path, wanted: dict[str, object]) -> bool:
+    """Whether a directory says of itself that it holds another kernel than the wanted one. False if it says nothing."""
+    try:
+        meta = _read_meta(directory)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return any(meta.get(name, value) != value for name, value in wanted.items())
+
+
+def same_slug(place: Path, slug: str) -> list[str]:
+    """Names of the directories in a place that hold this kernel built by any compiler, sorted; nothing is checked."""
+    try:
+        names = os.listdir(place)
+    except OSError:
+        return []
+    return sorted(name for name in names if name[:-16] == f"{slug}-" and _HASH.fullmatch(name[-16:]))
+
+
+def check(directory: Path, wanted: dict[str, object]) -> str:
+    """Why a directory does not hold the wanted kernel whole, or "" if it does. Reads all of the library.
+
+    Args:
+        directory: the kernel's directory; symbolic links already resolved.
+        wanted: from :meth:`Request.identity`.
+    """
+    library = directory / LIBRARY
+    reason = places.distrust(library)
+    if reason:
+        return reason
+    try:
+        meta = _read_meta(directory)
+        for name, value in wanted.items():
+            if meta.get(name) != value:
+                return f"{META} has another {name}"
+        size, digest = meta.get("size"), meta.get("sha256")
+        if not isinstance(size, int) or not isinstance(digest, str):
+            return f"{META} has no size and sha256"
+        content = _read(library, size)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    if len(content) != size:
+        return f"{LIBRARY} has {len(content)} bytes instead of {size}"
+    return "" if _digest(content) == digest else f"{LIBRARY} does not have the sha256 of {META}"
+
+
+def seal(directory: Path, request: Request, compiler: toolchain.Compiler, log: str, seconds: float) -> None:
+    """Complete a directory whose library has been built: log, meta.json, permissions, everything on the disk.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    library = directory / LIBRARY
+    content = library.read_bytes()
+    meta = {
+        **request.identity(compiler),
+        "slug": request.slug,
+        "compiler_file": toolchain.file_stamp(compiler.argv),
+        "size": len(content),
+        "sha256": _digest(content),
+        "seconds": round(seconds, 3),
+    }
+    write_log(directory, toolchain.relative_command(compiler, request.flags, directory / SOURCE, library), log)
+    (directory / META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for name in (SOURCE, LIBRARY, LOG, META):
+        path = directory / name
+        # Linkers make files as open as the umask lets them; a library others can write would not be trusted.
+        path.chmod(path.stat().st_mode & 0o755)
+        _sync(path)
+    _sync(directory)
+
+
+def write_log(directory: Path, command: tuple[str, ...], log: str) -> None:
+    """Write build.log: the command, then what the compiler printed."""
+    text = f"$ {shlex.join(command)}\n{log}\n"
+    (directory / LOG).write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def publish(built: Path, target: Path, wanted: dict[str, object]) -> Path:
+    """Give a sealed directory its final name, and return the directory to load from.
+
+    What lies under the name already is left alone if it is sound: then the caller's own build is used from where
+    it is. If it is not, it is renamed aside first, as a whole.
+    """
+    for _ in range(3):
+        try:
+            os.rename(built, target)
+            _sync(target.parent)
+            return target
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+                logger.warning("cannot rename %s to %s: %s", built, target, error)
+                break
+        if not check(target, wanted):
+            break
+        _set_aside(target, wanted)
+    own = target.with_name(passing_name("own"))
+    try:
+        os.rename(built, own)
+    except OSError:
+        return built
+    return own
+
+
+def keep_failed(built: Path, target: Path) -> Path:
+    """Rename a failed build to ``failed-<slug>-<hash>`` beside the kernels; the latest failure is kept."""
+    kept = target.with_name(f"failed-{target.name}")
+    for _ in range(3):
+        try:
+            os.rename(built, kept)
+            return kept
+        except OSError:
+            aside = target.with_name(passing_name("stale"))
+            with suppress(OSError):
+                os.rename(kept, aside)
+                remove(aside)
+    return built
+
+
+def sweep(place: Path, now: float) -> None:
+    """Remove what killed processes left behind, once it is so old that nobody can be using it.
+
+    Args:
+        place: a writable, trusted place.
+        now: the time by the file system's clock, which may not be this machine's.
+    """
+    for name in os.listdir(place):
+        age = _KEPT_SECONDS.get(name.partition("-")[0])
+        if age is not None and _HASH.fullmatch(name[-16:]):
+            with suppress(OSError):
+                if now - os.lstat(place / name).st_mtime > age:
+                    logger.debug("removing %s, left behind by a process that ended", place / name)
+                    remove(place / name)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored kernel, as ``awqjit info`` counts it: its directory and the bytes of its files. Not checked."""
+
+    path: Path
+    bytes: int
+
+
+def entries(place: Path) -> Iterator[Entry]:
+    """The kernels in a place, sorted by name; none if it cannot be read."""
+    try:
+        names = sorted(os.listdir(place))
+    except OSError:
+        return
+    for name in names:
+        passing = name.partition("-")[0] in _KEPT_SECONDS
+        if not passing and _HASH.fullmatch(name[-16:]) and (place / name / META).is_file():
+            with suppress(OSError):
+                yield Entry(place / name, sum(file.stat().st_size for file in (place / name).iterdir()))
+
+
+def _set_aside(target: Path, wanted: dict[str, object]) -> None:
+    aside = target.with_name(passing_name("stale"))
+    with suppress(OSError):
+        os.rename(target, aside)
+        if check(aside, wanted):
+            remove(aside)
+        else:
+            # Another process published a sound one between our check and our rename: it goes back.
+            os.rename(aside, target)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory with all that is in it, as far as permissions allow."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _read_meta(directory: Path) -> dict[str, object]:
+    meta = json.loads(_read(directory / META, _MAX_META))
+    if not isinstance(meta, dict):
+        raise ValueError(f"{META} is not an object")
+    return meta
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """Up to ``limit`` + 1 bytes of a regular file. Never waits at a FIFO or follows a link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path.name} is not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(limit + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems do not sync directories. The checksum finds what a crash then loses.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding a C++ compiler that works on this machine, and running it.
+
+A compiler counts as working when it turns a ten-line file into a shared library that this process can load and
+call: a cross compiler, a broken installation or a temporary directory mounted ``noexec`` is found out here, not by a
+kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from awqjit import child, config
+from awqjit.errors import ArgumentError, CompileError, NoCompilerError
+
+BASE_FLAGS: tuple[str, ...] = (
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # one rounding where the source has one: all rows give the same bits
+    "-fno-exceptions",
+    "-fno-rtti",
+    # A C++ driver names libstdc++ on its own; nothing uses it, so it must not become a dependency.
+    *(("-Wl,--as-needed",) if sys.platform.startswith("linux") else ()),
+)
+"""Flags of every kernel. The ``flags`` of the functions below come behind them; never ``-march=native``."""
+
+LIBRARIES: tuple[str, ...] = ("-lm",)
+"""Libraries of every kernel, last on the command line."""
+
+_PROBE = """\
+extern "C" __attribute__((visibility("default"))) int awqjit_probe(int x) {
+#if defined(__clang__)
+    return x + 2;
+#elif defined(__GNUC__)
+    return x + 1;
+#else
+    return x;
+#endif
+}
+extern "C" __attribute__((visibility("default"))) const char* awqjit_probe_version() { return __VERSION__; }
+"""
+_KINDS = {1: "gcc", 2: "clang"}
+_PROBE_TIMEOUT = 120  # the first run of zig builds its runtime libraries, a minute on a slow machine
+_VERSION_TIMEOUT = 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A compiler that may or may not work: where its name came from, and the command (absolute where found)."""
+
+    origin: str
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler that passed the probe.
+
+    Attributes:
+        argv: the command without flags, for example ``("/usr/bin/g++",)``.
+        kind: "gcc" or "clang"; says which dialect of inline assembly and which work-arounds a template needs.
+        version: the compiler's own ``__VERSION__``.
+        identity: what tells its output from another compiler's: kind, first line of ``--version``, machine, C
+            library and the arguments that are part of ``argv``. Does not hold the path of the compiler.
+    """
+
+    argv: tuple[str, ...]
+    kind: str
+    version: str
+    identity: str
+
+
+def candidates() -> tuple[Candidate, ...]:
+    """The compilers to try, best first: ``AWQJIT_CXX`` alone if set, else ``CXX``, g++, clang++, ziglang.
+
+    Nothing is started. Names found on ``PATH`` are made absolute, because a compiler runs in the build directory.
+    """
+    forced = config.CXX.read()
+    if forced:
+        return (Candidate("AWQJIT_CXX", _split(forced)),)
+    found = []
+    if os.environ.get("CXX", "").strip():
+        found.append(Candidate("CXX", _split(os.environ["CXX"].strip())))
+    found += [Candidate(name, _split(name)) for name in ("g++", "clang++")]
+    if importlib.util.find_spec("ziglang") is not None:
+        # Unlike gcc and clang, zig compiles for the CPU it runs on unless told not to, and builds a C++ library first.
+        zig = (sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline")
+        found.append(Candidate("ziglang", zig))
+    return tuple(found)
+
+
+def find_compiler() -> Compiler:
+    """The first candidate that works. The answer, also the negative one, is kept for this process and environment.
+
+    Raises:
+        NoCompilerError: none works; one reason per candidate. A compiler named by ``AWQJIT_CXX`` is the only
+            candidate: it is never replaced by another one.
+    """
+    key = (config.CXX.read(), os.environ.get("CXX"), os.environ.get("PATH"), os.environ.get("TMPDIR"))
+    if key not in _found:
+        with _lock():
+            if key not in _found:
+                _found[key] = _first_working(candidates())
+    found = _found[key]
+    if isinstance(found, Compiler):
+        return found
+    raise NoCompilerError(found)
+
+
+def forget() -> None:
+    """Forget what :func:`find_compiler` found, for example after a compiler was installed."""
+    _found.clear()
+
+
+def neutral_command(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The compile command without anything of this machine: ``c++ FLAGS kernel.cpp -o kernel.so -lm``.
+
+    Args:
+        flags: what the kernel needs beyond :data:`BASE_FLAGS`, which are put before it.
+    """
+    return _command(("c++",), flags, "kernel.cpp", "kernel.so")
+
+
+def relative_command(compiler: Compiler, flags: tuple[str, ...], source: Path, output: Path) -> tuple[str, ...]:
+    """The same command as it is run: in the directory of both files."""
+    return _command(compiler.argv, flags, source.name, output.name)
+
+
+def absolute_command(compiler: Compiler, flags: tuple[str, ...], source: Path, output: Path) -> tuple[str, ...]:
+    """The same command for a person: can be run again from any directory."""
+    return _command(compiler.argv, flags, os.path.abspath(source), os.path.abspath(output))
+
+
+def compile_shared(
+    compiler: Compiler, source: Path, flags: tuple[str, ...], output: Path, timeout: float, name: str | None = None
+) -> str:
+    """Compile one C++ file into a shared library. The same source and flags give the same bytes in any directory.
+
+    The compiler runs in the source's directory with relative file names, without standard input, with ``LC_ALL=C``
+    and its temporary files below that directory. It and all it started are killed after ``timeout`` and when this
+    thread is interrupted.
+
+    Args:
+        compiler: from :func:`find_compiler`.
+        source: the C++ file.
+        flags: what the kernel needs beyond :data:`BASE_FLAGS`.
+        output: the shared library to write, in the directory of ``source``.
+        timeout: seconds.
+        name: what the error calls the kernel; by default the file's stem.
+
+    Returns:
+        What the compiler printed (warnings), at most the first megabyte.
+
+    Raises:
+        ArgumentError: ``output`` is in another directory.
+        CompileError: the compiler could not be started, failed, took too long or wrote no library.
+        OSError: the directory of ``source`` cannot be written.
+    """
+    if output.parent != source.parent:
+        raise ArgumentError("output", output, f"a file in {source.parent}, where the compiler runs")
+    failure, log = child.run(relative_command(compiler, flags, source, output), source.parent, timeout)
+    if failure is None and not (output.is_file() and output.stat().st_size > 0):
+        failure = "error: the compiler reported success but wrote no shared library"
+    if failure is not None:
+        shown = absolute_command(compiler, flags, source, output)
+        raise CompileError(name or source.stem, shown, str(source), "\n".join(part for part in (log, failure) if part))
+    return log
+
+
+def file_stamp(argv: tuple[str, ...]) -> str | None:
+    """Tells one compiler's file from another's without starting it: path, size, time of change, C library.
+
+    Args:
+        argv: the compiler's command.
+
+    Returns:
+        None for a command with arguments: its first word need not be what compiles.
+    """
+    if len(argv) != 1:
+        return None
+    try:
+        real = os.path.realpath(argv[0])
+        status = os.stat(real)
+    except OSError:
+        return None
+    return f"{real}|{status.st_size}|{status.st_mtime_ns}|{_libc()}"
+
+
+def likely_stamp() -> str | None:
+    """The :func:`file_stamp` of the compiler that :func:`find_compiler` tries first. Starts nothing."""
+    for candidate in candidates():
+        if shutil.which(candidate.argv[0]) is not None:
+            return file_stamp(candidate.argv)
+    return None
+
+
+_found: dict[tuple[str | None, ...], Compiler | tuple[str, ...]] = {}
+_locks: dict[int, threading.Lock] = {}
+
+
+def _command(argv: tuple[str, ...], flags: tuple[str, ...], source: str, output: str) -> tuple[str, ...]:
+    return (*argv, *BASE_FLAGS, *flags, source, "-o", output, *LIBRARIES)
+
+
+def _lock() -> threading.Lock:
+    """A lock of this process: one taken in a parent would stay locked in a forked child for ever."""
+    return _locks.setdefault(os.getpid(), threading.Lock())
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """A compiler's setting as a command: one existing file (its path may hold spaces), or a shell-like line."""
+    whole = os.path.expanduser(text)
+    if os.path.isfile(whole):
+        return (os.path.abspath(whole),)
+    try:
+        name, *arguments = shlex.split(text)
+    except ValueError:
+        return (text,)
+    name = os.path.expanduser(name)
+    return (os.path.abspath(shutil.which(name) or name) if os.sep in name else shutil.which(name) or name, *arguments)
+
+
+def _first_working(tried: tuple[Candidate, ...]) -> Compiler | tuple[str, ...]:
+    reasons = []
+    for candidate in tried:
+        try:
+            return _probe(candidate)
+        except _ProbeError as error:
+            reasons.append(f"{candidate.origin}={shlex.join(candidate.argv)}: {error}")
+    return tuple(reasons)
+
+
+class _ProbeError(Exception):
+    pass
+
+
+def _probe(candidate: Candidate) -> Compiler:
+    if shutil.which(candidate.argv[0]) is None:
+        raise _ProbeError("not found, or not an executable file")
+    try:
+        with tempfile.TemporaryDirectory(prefix="awqjit-probe-", ignore_cleanup_errors=True) as scratch:
+            return _probe_in(Path(scratch), candidate)
+    except OSError as error:
+        raise _ProbeError(f"no temporary directory to try it in ({error}); set TMPDIR") from None
+
+
+def _probe_in(scratch: Path, candidate: Candidate) -> Compiler:
+    failure, text = child.run((*candidate.argv, "--version"), scratch, _VERSION_TIMEOUT)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if failure is not None or not lines:
+        raise _ProbeError(f"--version: {failure or 'printed nothing'}")
+    source, library = scratch / "probe.cpp", scratch / "probe.so"
+    source.write_text(_PROBE, encoding="utf-8")
+    trial = Compiler(candidate.argv, "", "", "")
+    try:
+        compile_shared(trial, source, (), library, _PROBE_TIMEOUT)
+    except CompileError as error:
+        raise _ProbeError(error.first_error) from None
+    try:
+        loaded = ctypes.CDLL(str(library))
+        loaded.awqjit_probe_version.restype = ctypes.c_char_p
+        kind = _KINDS.get(loaded.awqjit_probe(41) - 41)
+        version = loaded.awqjit_probe_version().decode("utf-8", "replace")
+    except (OSError, AttributeError) as error:
+        raise _ProbeError(f"what it builds in {scratch.parent} cannot be loaded: {error}") from None
+    if kind is None:
+        raise _ProbeError("neither gcc nor clang")
+    identity = "|".join((kind, lines[0], platform.machine(), _libc(), shlex.join(candidate.argv[1:])))
+    return Compiler(candidate.argv, kind, version, identity)
+
+
+def _libc() -> str:
+    """For example "glibc 2.36". A library built against a newer one may need symbols an older one lacks."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (AttributeError, ValueError, OSError):
+        return ""

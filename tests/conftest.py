@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel cache of the test run's own, and an environment without the user's AWQJIT_* variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from awqjit import config, ops
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cold cache for the whole run, shared by the worker processes where there are several."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    path = shared / "awqjit-kernels"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in config.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setenv(config.CACHE_DIR.name, str(kernel_cache))
+    yield
+    ops.forget()
