@@ -132,11 +132,15 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def read(self, *names: str) -> dict[str, torch.Tensor]:
-        """Read tensors in the dtype they have on disk.
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Read tensors.
 
         The result owns its memory: the file is mapped only while it is read, so that neither a deleted shard nor its
         resident pages outlive the call.
+
+        Args:
+            names: the tensors.
+            dtype: convert floating tensors to it; None leaves every tensor as it is on disk.
 
         Raises:
             KeyError: a name that is not in the checkpoint.
@@ -149,7 +153,9 @@ class Checkpoint:
         for path, members in by_file.items():
             with safetensors.safe_open(str(path), framework="pt", device="cpu") as shard:
                 for name in members:
-                    tensors[name] = shard.get_tensor(name).clone()
+                    mapped = shard.get_tensor(name)
+                    wanted = dtype if dtype is not None and mapped.is_floating_point() else mapped.dtype
+                    tensors[name] = mapped.to(wanted, copy=True)
         return tensors
 
 

@@ -138,23 +138,36 @@ def _make(problem: Problem) -> Choice:
     here, forced = machine.detect(), config.KERNEL.read()
     select.choose(problem, here, forced=forced)  # raises when the forced row does not exist or refuses
     refusals: list[tuple[str, str]] = []
+    broken: list[tuple[str, str, str]] = []
     for verdict in select.explain(problem, here, forced=forced):
         row, reason = verdict.row, verdict.reason
         if reason is None:
-            if row.target is None and forced is None:
-                why = "; ".join(f"{name}: {text}" for name, text in refusals)
-                _warn("no compiled kernel for an int4 layer, computing it slowly in plain torch", f" ({why})")
             try:
-                return _ready(problem, row, tuple(refusals), start)
+                choice = _ready(problem, row, tuple(refusals), start)
+                if forced is None:
+                    _warn_of_fallback(row, refusals, broken)
+                return choice
             except (NoCompilerError, CompileError, OSError) as error:
                 # A row that was asked for by name must not be replaced in silence.
                 if forced is not None or row.target is None:
                     raise
                 reason = error.first_error if isinstance(error, CompileError) else str(error)
                 where = f" (in {error.directory})" if isinstance(error, CompileError) else ""
-                _warn(f"the kernel row {row.name} cannot be built here, taking the next one: {reason}", where)
+                broken.append((row.name, reason, where))
         refusals.append((row.name, reason))
     raise KernelRefusedError(str(forced), problem.slug, "; ".join(f"{name}: {reason}" for name, reason in refusals))
+
+
+def _warn_of_fallback(row: select.Row, refusals: list[tuple[str, str]], broken: list[tuple[str, str, str]]) -> None:
+    """One warning when not the row that was meant to serves a problem: the reasons are in it, not in more of them."""
+    if row.target is None:
+        # Why wider rows refuse is of no interest where the compiler is what is missing.
+        told = [(name, reason + where) for name, reason, where in broken] or refusals
+        _warn("no compiled kernel for an int4 layer, computing it slowly in plain torch", told)
+    elif broken:
+        names = ", ".join(name for name, _, _ in broken)
+        told = [(name, reason + where) for name, reason, where in broken]
+        _warn(f"the kernel row {names} cannot be built here, {row.name} is used", told)
 
 
 def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], ...], start: float) -> Choice:
@@ -166,13 +179,20 @@ def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], .
     return Choice(problem, kernel, refusals, artifact.origin, artifact.seconds, time.perf_counter() - start)
 
 
-def _warn(text: str, detail: str) -> None:
-    """Warn once per process and text, whatever the warning filters say about repetition."""
+def _warn(text: str, reasons: list[tuple[str, str]]) -> None:
+    """Warn once per process and text, whatever the warning filters say about repetition.
+
+    Rows that share a reason, such as a missing compiler, are named together.
+    """
+    rows: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        rows.setdefault(reason, []).append(name)
+    detail = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in rows.items())
     with _memo.lock:
         if text in _memo.warned:
             return
         _memo.warned.add(text)
-    warnings.warn(text + detail, AwqJitWarning, stacklevel=2)
+    warnings.warn(f"{text} ({detail})", AwqJitWarning, stacklevel=2)
 
 
 def problems(model: torch.nn.Module, dtype: torch.dtype | None = None) -> tuple[Problem, ...]:

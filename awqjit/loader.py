@@ -173,15 +173,13 @@ def load(
     act_bits_of(compute)
     refused: dict[str, str] = {}
     with progress.bar("loading layers", len(plan.quantized) + len(plan.dense), show_progress) as advance:
+        # Embeddings are the largest tensors of small models: they come first, while little else is in memory.
+        for name, source in plan.dense.items():
+            fp32 = any(part in name.split(".") for part in keep_fp32)
+            _set(model, name, checkpoint.read(source, dtype=torch.float32 if fp32 else dtype)[source])
+            advance()
         for name in plan.quantized:
             _load_quantized(model, name, checkpoint, format, compute, dtype, refused)
-            advance()
-        for name, source in plan.dense.items():
-            tensor = checkpoint.read(source)[source]
-            fp32 = any(part in name.split(".") for part in keep_fp32)
-            if tensor.is_floating_point():
-                tensor = tensor.to(torch.float32 if fp32 else dtype)
-            _set(model, name, tensor)
             advance()
     for target, shared in plan.ties.items():
         parent, last = _parent(model, target)

@@ -22,6 +22,12 @@ from awqjit.weight import QuantizedWeight, check_tensor
 AWQ_GEMM = FormatConfig(method="awq", bits=4, group_size=-1, zero_point=True, version="gemm")
 """The form in which a layer made from a bare QuantizedWeight speaks."""
 
+CHECKPOINT_NAMES: dict[str, tuple[str, ...]] = {
+    "awq": ("qweight", "scales", "qzeros"),
+    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+}
+"""Format method -> the last names of the tensors that a checkpoint holds for one layer."""
+
 _PACKED = ("packed_weight", "packed_scales", "packed_zeros", "packed_perm")
 
 
@@ -31,9 +37,8 @@ def to_checkpoint(weight: QuantizedWeight, format: FormatConfig) -> dict[str, Te
     Raises:
         FormatError: the format cannot express the weight.
     """
-    if format.method == "awq":
-        return dict(zip(("qweight", "scales", "qzeros"), standard_to_awq(weight), strict=True))
-    return dict(zip(("qweight", "scales", "qzeros", "g_idx"), standard_to_gptq(weight, v2=format.v2), strict=True))
+    tensors = standard_to_awq(weight) if format.method == "awq" else standard_to_gptq(weight, v2=format.v2)
+    return dict(zip(CHECKPOINT_NAMES[format.method], tensors, strict=True))
 
 
 def from_checkpoint(tensors: dict[str, Tensor], format: FormatConfig, group_size: int) -> QuantizedWeight:
@@ -184,17 +189,11 @@ class Int4Linear(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
-        before = {name: getattr(self, name) for name in (*_PACKED, "bias")}
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = getattr(self, name)
-            if new is None or new.dtype == old.dtype:
-                continue
-            kept = old.detach().to(new.device)
-            if name == "bias":
-                self.bias = nn.Parameter(kept, requires_grad=old.requires_grad)
-            else:
-                setattr(self, name, kept)
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+
+        super()._apply(keep_dtype, recurse)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -212,7 +211,7 @@ class Int4Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = ("qweight", "scales", "qzeros", "g_idx")
+        names = CHECKPOINT_NAMES[self.format.method]
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in names}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

@@ -8,8 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from awqjit import config, ops
+
+# The same examples on every run, and no time limit on one: machines are shared, and a first call compiles.
+settings.register_profile(
+    "awqjit", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("awqjit")
 
 
 @pytest.fixture(scope="session")

@@ -50,13 +50,16 @@ for _name, _function, _fake in (
 ):
     _library.impl(_name, _function, "CPU")
     torch.library.register_fake(f"awqjit::{_name}", _fake, lib=_library)
-_library.impl("int4_mm", matmul.int4_mm_autograd, "Autograd")
+for _name, _function in (
+    ("int4_mm", matmul.int4_mm_autograd),
+    ("int4_linear", linear.int4_linear_autograd),
+    ("int4_mm_backward", linear.int4_mm_backward_autograd),
+):
+    _library.impl(_name, _function, "Autograd")
 for _name in ("int4_mm", "int4_linear"):
     _library.impl(_name, matmul.autocast(_name), "AutocastCPU")
-torch.library.register_vmap("awqjit::int4_mm", matmul.int4_mm_vmap, lib=_library)
-torch.library.register_autograd(
-    "awqjit::int4_linear", linear.linear_backward, setup_context=linear.setup_context, lib=_library
-)
+for _name in ("int4_mm", "int4_linear", "int4_mm_backward"):
+    torch.library.register_vmap(f"awqjit::{_name}", matmul.vmap(_name), lib=_library)
 
 
 def forget() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from awqjit import jit
@@ -33,6 +34,16 @@ def packed_weight(
     group_size = resolve(group_size, in_features)
     zeros, perm = none_if_empty(zeros), none_if_empty(perm)
     return PackedWeight(weight, scales, zeros, perm, in_features, out_features, group_size, layout)
+
+
+def check_perm_values(perm: Tensor | None) -> None:
+    """Check that ``perm`` holds each of 0 to K - 1 once. Takes about as long as a sort: not for every call."""
+    if perm is None:
+        return
+    k = perm.numel()
+    if not torch.equal(perm.sort().values, torch.arange(k, dtype=perm.dtype, device=perm.device)):
+        what = f"values {int(perm.min())} to {int(perm.max())}, {perm.unique().numel()} of them distinct"
+        raise ArgumentError("perm", what, f"each of 0 to {k - 1} once")
 
 
 def check_x(name: str, x: Tensor, features: int, features_name: str, weight: Tensor) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from awqjit import jit
 from awqjit.errors import ArgumentError
 from awqjit.layout import LAYOUT_CPU
-from awqjit.ops.checks import check_int4_mm
+from awqjit.ops.checks import check_int4_mm, check_perm_values
 
 _checked: dict[tuple[Any, ...], jit.Kernel] = {}
 """Argument shapes, dtypes and ints that were checked before -> the kernel that serves them."""
@@ -62,7 +63,7 @@ def int4_mm(
         )
         kernel = _checked[key] = jit.choose(problem).kernel
     if perm is not None and perm.numel():
-        x = x.index_select(-1, perm)
+        x = _gather(x, perm)
     rows = x if x.dim() == 2 else x.reshape(-1, in_features)
     # A row has to be contiguous; how far apart the rows are does not matter.
     if rows.stride(1) != 1 and in_features != 1:
@@ -71,6 +72,27 @@ def int4_mm(
         bias = bias.to(torch.float32).contiguous()
     y = kernel(rows, weight, scales, zeros if zeros is not None and zeros.numel() else None, bias)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
+
+
+def refuse_tangents(**tensors: Tensor | None) -> None:
+    """Without this, forward-mode differentiation (jvp) would take the output for a constant."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ArgumentError(
+                name,
+                "a tensor with a tangent",
+                "reverse-mode differentiation through torch.ops.awqjit.int4_linear: there is no forward mode",
+            )
+
+
+def _gather(x: Tensor, perm: Tensor) -> Tensor:
+    try:
+        return x.index_select(-1, perm)
+    except (RuntimeError, IndexError):
+        check_perm_values(perm)  # index_select knows that an index is out of range, not whose
+        raise
 
 
 def int4_mm_fake(
@@ -93,8 +115,9 @@ def int4_mm_fake(
 def int4_mm_autograd(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, *rest: Any, **named: Any
 ) -> Tensor:
+    bias = rest[0] if rest else named.get("bias")
+    refuse_tangents(x=x, scales=scales, bias=bias)
     if torch.is_grad_enabled():
-        bias = rest[0] if rest else named.get("bias")
         for name, tensor in (("x", x), ("scales", scales), ("bias", bias)):
             if tensor is not None and tensor.requires_grad:
                 raise ArgumentError(
@@ -110,18 +133,31 @@ def int4_mm_autograd(
 def autocast(name: str) -> Any:
     op = getattr(torch.ops.awqjit, name).default
 
+    def lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        # As torch's own rule has it: integers and fp64 stay as they are, and the operator refuses them.
+        return tensor.to(dtype) if tensor.dtype in jit.DTYPE_NAMES else tensor
+
     def cast(
         x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, *rest: Any, **named: Any
     ) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu")
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return op(x.to(dtype), weight, scales, zeros, None if bias is None else bias.to(dtype), *rest, **named)
+            return op(
+                lower(x, dtype), weight, scales, zeros, None if bias is None else lower(bias, dtype), *rest, **named
+            )
 
     return cast
 
 
-def int4_mm_vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, int]:
-    if any(dim is not None for dim in in_dims[1:]):
-        raise ArgumentError("vmap in_dims", in_dims, "only x batched: weights and bias are shared by the batch")
-    return torch.ops.awqjit.int4_mm(x.movedim(in_dims[0], 0), *rest, **named), 0
+def vmap(name: str) -> Any:
+    """The batching rule of an operator whose first argument is [..., features] and may be batched, alone."""
+    op = getattr(torch.ops.awqjit, name).default
+
+    def batch(info: Any, in_dims: tuple[Any, ...], x: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, int]:
+        if any(dim is not None for dim in in_dims[1:]):
+            first = op._schema.arguments[0].name
+            raise ArgumentError("vmap in_dims", in_dims, f"only {first} batched: the batch shares weight and bias")
+        return op(x.movedim(in_dims[0], 0), *rest, **named), 0
+
+    return batch

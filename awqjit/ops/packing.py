@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from awqjit import layout as layouts
 from awqjit.errors import ArgumentError
 from awqjit.formats.awq import awq_to_standard
 from awqjit.layout import BLOCK, LAYOUT_CPU, packed_rows
-from awqjit.ops.checks import none_if_empty, packed_weight, resolve
+from awqjit.ops.checks import check_perm_values, none_if_empty, packed_weight, resolve
 from awqjit.weight import QuantizedWeight, ceil_div
 
 
@@ -18,21 +20,32 @@ def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
     return like.new_empty(0, dtype=dtype) if tensor is None else tensor
 
 
+def _on_one_device(qweight: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != qweight.device:
+            raise ArgumentError(name, f"device {tensor.device}", f"qweight's device {qweight.device}")
+
+
+def _meta(tensor: Tensor | None) -> Any:
+    """The tensor without its data: that arguments fit together has to be found out before there is data too."""
+    return None if tensor is None else tensor.to("meta")
+
+
+def _canonical(
+    qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, in_features: int
+) -> QuantizedWeight:
+    if scales.dim() != 2:
+        raise ArgumentError("scales", f"shape {list(scales.shape)}", "shape [groups, out_features]")
+    return QuantizedWeight(
+        qweight, scales, zeros, resolve(group_size, in_features), in_features, scales.shape[1], g_idx
+    )
+
+
 def pack(
     qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, in_features: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if scales.dim() != 2:
-        raise ArgumentError("scales", f"shape {list(scales.shape)}", "shape [groups, out_features]")
     packed = layouts.pack(
-        QuantizedWeight(
-            qweight=qweight,
-            scales=scales,
-            zeros=none_if_empty(zeros),
-            group_size=resolve(group_size, in_features),
-            in_features=in_features,
-            out_features=scales.shape[1],
-            g_idx=none_if_empty(g_idx),
-        )
+        _canonical(qweight, scales, none_if_empty(zeros), none_if_empty(g_idx), group_size, in_features)
     )
     return (
         packed.weight,
@@ -45,9 +58,11 @@ def pack(
 def pack_fake(
     qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, in_features: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    zeros, g_idx = none_if_empty(zeros), none_if_empty(g_idx)
+    _on_one_device(qweight, scales=scales, zeros=zeros, g_idx=g_idx)
+    _canonical(_meta(qweight), _meta(scales), _meta(zeros), _meta(g_idx), group_size, in_features)
     blocks = ceil_div(scales.shape[1], BLOCK)
     words = packed_rows(in_features, resolve(group_size, in_features)) // 8
-    zeros, g_idx = none_if_empty(zeros), none_if_empty(g_idx)
     # Whether g_idx is in order is in its data: the shape of perm is known only when it is absent.
     perm = 0 if g_idx is None else torch.library.get_ctx().new_dynamic_size()
     return (
@@ -66,13 +81,16 @@ def pack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size:
 def pack_awq_fake(
     qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    qzeros = none_if_empty(qzeros)
+    _on_one_device(qweight, scales=scales, qzeros=qzeros)
+    awq_to_standard(_meta(qweight), _meta(scales), _meta(qzeros), group_size)
     in_features = qweight.shape[0]
     words = packed_rows(in_features, resolve(group_size, in_features)) // 8
     blocks = ceil_div(scales.shape[1], BLOCK)
     return (
         qweight.new_empty(blocks, words, BLOCK),
         scales.new_empty(blocks, scales.shape[0], BLOCK),
-        qweight.new_empty(0 if none_if_empty(qzeros) is None else (blocks, scales.shape[0], BLOCK), dtype=torch.uint8),
+        qweight.new_empty(0 if qzeros is None else (blocks, scales.shape[0], BLOCK), dtype=torch.uint8),
     )
 
 
@@ -87,6 +105,7 @@ def unpack(
     layout: int = LAYOUT_CPU,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     packed = packed_weight(weight, scales, zeros, perm, in_features, out_features, group_size, layout)
+    check_perm_values(packed.perm)
     canonical = layouts.unpack(packed)
     return (
         canonical.qweight,
@@ -106,6 +125,7 @@ def unpack_fake(
     group_size: int,
     layout: int = LAYOUT_CPU,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    packed_weight(weight, scales, zeros, perm, in_features, out_features, group_size, layout)
     groups = ceil_div(in_features, resolve(group_size, in_features))
     return (
         weight.new_empty(ceil_div(in_features, 8), out_features),

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``awqjit demo``: a question, its answer, and one table of kernels, speed and memory beside plain torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from awqjit.cli.demo_weights import prepare
+from awqjit.errors import AwqJitError
+
+QUESTION = "What is the capital of France?"
+
+
+class ContenderError(AwqJitError, RuntimeError):
+    """A process of the demo failed; its own messages are on stderr."""
+
+    def __init__(self, kind: str, code: int) -> None:
+        super().__init__(kind, code)
+
+    def __str__(self) -> str:
+        kind, code = self.args
+        return f"the demo's {kind} run stopped with exit code {code}; its messages are above"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demo found.
+
+    Attributes:
+        folder: the model.
+        compute: "w4a16" or "w4a8".
+        int4: figures of the int4 model (see `awqjit.cli.contender.run`).
+        dense: figures of the same weights, dequantized to bf16, in plain torch.
+        own_weights: the model is the demo's own, whose right answer is known.
+    """
+
+    folder: str
+    compute: str
+    int4: dict[str, Any]
+    dense: dict[str, Any]
+    own_weights: bool
+
+    @property
+    def right(self) -> bool:
+        """The answer is right, as far as that can be known."""
+        return not self.own_weights or "Paris" in self.int4["answer"]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that belong below the table."""
+        threads = f"Eager mode, {torch.get_num_threads()} threads, batch 1; lm_head is float in both columns."
+        twice = "These weights were quantized twice: Q4_1 -> float -> AWQ. A model's own AWQ folder answers better."
+        return (threads, twice) if self.own_weights else (threads,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "folder": self.folder,
+            "compute": self.compute,
+            "question": QUESTION,
+            "int4": self.int4,
+            "dense": self.dense,
+            "right": self.right,
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> Table:
+        """The one table."""
+        table = Table(title=f"{self.folder}, bf16 activations", title_justify="left")
+        for column in ("", f"awqjit int4 {self.compute}", "plain torch, dequantized to bf16"):
+            table.add_column(column, overflow="fold")
+        for row in self.int4["kernels"]:
+            shape = f"{row['layers']} layers {row['in_features']} x {row['out_features']}, group {row['group_size']}"
+            table.add_row(shape, escape(_kernel(row)), "torch.nn.Linear")
+        table.add_section()
+        for name, key, scale, unit in (
+            ("prefill", "prefill_tokens_per_second", 1, "tokens/s"),
+            ("decode", "decode_tokens_per_second", 1, "tokens/s"),
+            ("peak memory, less imports", "peak_bytes", 1e6, "MB"),
+            ("load", "load_seconds", 1, "s"),
+        ):
+            table.add_row(name, *(f"{side[key] / scale:.1f} {unit}" for side in (self.int4, self.dense)))
+        return table
+
+
+def _kernel(row: dict[str, Any]) -> str:
+    why = f"; passed over {'; '.join(row['passed_over'])}" if row["passed_over"] else "; the first row"
+    compiled = "not compiled" if row["compile_seconds"] is None else f"compiles in {row['compile_seconds']:.2f} s"
+    return f"{row['kernel']} ({compiled}, from the cache in {row['load_seconds'] * 1e3:.1f} ms{why})"
+
+
+def run(model: str | None, compute: str, quiet: bool = False) -> Result:
+    """Run both contenders, one after the other, each in its own process.
+
+    Args:
+        model: an AWQ or GPTQ folder; None takes the demo's own model.
+        compute: "w4a16" or "w4a8".
+        quiet: print neither question nor answer.
+
+    Raises:
+        DemoWeightsError: the demo's own model cannot be had.
+        ContenderError: a contender failed.
+    """
+    folder = model if model is not None else str(prepare(show_progress=not quiet))
+    if not quiet:
+        Console().print(f"[bold]{QUESTION}[/bold]")
+    int4 = _contend(folder, "int4", compute, quiet, QUESTION)
+    with Console(stderr=True).status("the same weights in plain torch ..."):
+        dense = _contend(folder, "dense", compute, quiet)
+    return Result(folder, compute, int4, dense, own_weights=model is None)
+
+
+def _contend(folder: str, kind: str, compute: str, quiet: bool, *question: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as temporary:
+        result = Path(temporary) / "result.json"
+        command = [sys.executable, "-m", "awqjit.cli.contender", folder, kind, compute, str(result), *question]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL if quiet else None, check=False)
+        if done.returncode:
+            raise ContenderError(kind, done.returncode)
+        return dict(json.loads(result.read_text(encoding="utf-8")))

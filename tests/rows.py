@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel rows this machine can run, and a bounded pool of problems: each costs a row one compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from strategies import SHAPES, RawWeight, Shape
+from torch import Tensor
+
+from awqjit import config, machine, ops
+from awqjit.layout import PackedWeight, pack
+from awqjit.select import ROWS
+
+COMPILED = tuple(
+    (row.name, bits)
+    for row in ROWS
+    if row.target is not None and machine.detect().missing(row.target.features) is None
+    for bits in row.target.act_bits
+)
+"""(row, act_bits) of every compiled row whose features this machine has."""
+
+ALL = (*COMPILED, ("torch", 16), ("torch", 8))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a kernel is compiled for, beside its row and mode."""
+
+    shape: Shape
+    x_dtype: torch.dtype
+    scale_dtype: torch.dtype
+    symmetric: bool
+    bias: bool
+
+    def __str__(self) -> str:
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        flags = f"{'sym' if self.symmetric else 'asym'}{'-bias' if self.bias else ''}"
+        return (
+            f"{self.shape.k}x{self.shape.n}g{self.shape.group}-{names[self.x_dtype]}-s{names[self.scale_dtype]}-{flags}"
+        )
+
+
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+# Every shape with two of the three dtypes of x, every pair of dtypes, and symmetric, asymmetric, with and without bias.
+CASES = tuple(
+    Case(
+        shape=shape,
+        x_dtype=_DTYPES[(i + j) % 3],
+        scale_dtype=_DTYPES[(i // 3 + 2 * j) % 3],
+        symmetric=(i + j) % 3 == 2,
+        bias=(i + 3 * j) % 2 == 0,
+    )
+    for i, shape in enumerate(SHAPES)
+    for j in range(2)
+)
+
+
+@contextmanager
+def forced(row: str) -> Iterator[None]:
+    """Let nothing but ``row`` run, as ``AWQJIT_KERNEL`` does for a user."""
+    with config.override(kernel=row):
+        ops.forget()
+        try:
+            yield
+        finally:
+            ops.forget()
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let torch.empty give NaN and all-ones bytes: an output or scratch byte that is never written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def mm(x: Tensor, packed: PackedWeight, bias: Tensor | None, act_bits: int) -> Tensor:
+    """The operator on a packed weight."""
+    return torch.ops.awqjit.int4_mm(
+        x,
+        packed.weight,
+        packed.scales,
+        packed.zeros,
+        bias,
+        packed.in_features,
+        packed.out_features,
+        packed.group_size,
+        act_bits,
+        packed.perm,
+        packed.layout,
+    )
+
+
+def packed(weight: RawWeight) -> PackedWeight:
+    return pack(weight.quantized())

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel row, forced in turn, against the float64 oracle and against the definition's bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import expected, w4a8_bits
+from rows import ALL, CASES, COMPILED, Case, forced, mm, packed, poisoned_memory, threads
+from strategies import SEEDS, ZERO_KINDS, RawWeight, Shape, activations, biases, weights
+
+from awqjit import jit
+
+EXAMPLES = 12
+
+rows = pytest.mark.parametrize(("row", "act_bits"), ALL, ids=lambda value: str(value))
+compiled_rows = pytest.mark.parametrize(("row", "act_bits"), COMPILED, ids=lambda value: str(value))
+int8_rows = pytest.mark.parametrize("row", [name for name, bits in COMPILED if bits == 8])
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def drawn(case: Case, x_rows: int = 40) -> dict[str, st.SearchStrategy]:
+    """Strategies for the data of a case."""
+    zeros = ("none",) if case.symmetric else tuple(kind for kind in ZERO_KINDS if kind != "none")
+    return {
+        "weight": weights(case.shape, dtypes=(case.scale_dtype,), zero_kinds=zeros),
+        "x": activations(case.shape.k, dtypes=(case.x_dtype,), max_rows=x_rows),
+        "bias": biases(case.shape.n).filter(lambda bias: bias is not None) if case.bias else st.none(),
+    }
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit but those of a NaN."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@rows
+@cases
+def test_a_row_matches_the_oracle(row: str, act_bits: int, case: Case) -> None:
+    with forced(row), poisoned_memory():
+
+        @settings(max_examples=EXAMPLES)
+        @given(**drawn(case))
+        def check(weight, x, bias):
+            y = mm(x, packed(weight), bias, act_bits)
+            assert y.dtype == x.dtype and y.is_contiguous() and y.shape == (*x.shape[:-1], case.shape.n)
+            z = weight.z
+            expected(x, weight.q, z, weight.s, case.shape.group, bias=bias, act_bits=act_bits).check(y)
+
+        check()
+        assert {choice.kernel.name for choice in jit.choices()} <= {row}
+
+
+@int8_rows
+@cases
+def test_a_w4a8_row_gives_the_bits_of_the_definition(row: str, case: Case) -> None:
+    """So all w4a8 rows agree bit for bit, for any number of rows and threads."""
+    with forced(row), poisoned_memory():
+
+        @settings(max_examples=EXAMPLES)
+        @given(count=st.integers(1, 4), **drawn(case))
+        def check(weight, x, bias, count):
+            with threads(count):
+                y = mm(x, packed(weight), bias, 8)
+            wanted = w4a8_bits(x, weight.q, weight.z, weight.s, case.shape.group, bias=bias)
+            assert same(y.reshape(wanted.shape), wanted)
+
+        check()
+
+
+@int8_rows
+@pytest.mark.parametrize("m", [*range(1, 20), 31, 64, 127, 128, 129, 200, 257, 300, 1000])
+def test_w4a8_is_the_same_for_every_number_of_rows(row: str, m: int) -> None:
+    """Decode and prefill, whole and ragged tiles and chunks: each row of y is what it is alone."""
+    torch.manual_seed(m)
+    shape = Shape(264, 72, 128)
+    q = torch.randint(0, 16, (shape.k, shape.n), dtype=torch.uint8)
+    z = torch.randint(0, 16, (shape.groups, shape.n), dtype=torch.uint8)
+    s = torch.randn(shape.groups, shape.n, dtype=torch.float16) * 0.01
+    x = torch.randn(m, shape.k, dtype=torch.bfloat16)
+    wanted = w4a8_bits(x, q, z, s, shape.group)
+    weight = packed(RawWeight(shape, q, z, s, "fixed"))
+    with forced(row), poisoned_memory():
+        for count in (1, 2, 3):
+            with threads(count):
+                assert same(mm(x, weight, None, 8), wanted)
+
+
+@rows
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_one_hot_row_reads_one_row_of_the_weight(row: str, act_bits: int, data: st.DataObject) -> None:
+    """With scales that are powers of two every product is exact: y is that row of W to the bit."""
+    shape = Shape(100, 40, 7)
+    weight = data.draw(weights(shape, dtypes=(torch.float32,), scale_kinds=("positive",)))
+    s = torch.exp2(torch.floor(torch.log2(weight.s)))
+    weight = replace(weight, s=s)
+    # 127 is its own int8 value, as amax / 127 = 1.
+    x = 127.0 * torch.eye(shape.k)
+    rows_of_w = (weight.q.float() - weight.dense_z.repeat_interleave(shape.group, 0)[: shape.k]) * (
+        s.repeat_interleave(shape.group, 0)[: shape.k]
+    )
+    with forced(row):
+        for part in (x, x[:3], x[7:8]):
+            y = mm(part, packed(weight), None, act_bits)
+            assert torch.equal(y, 127 * rows_of_w[part.argmax(1)])
+
+
+@compiled_rows
+def test_one_long_group_is_exact(row: str, act_bits: int) -> None:
+    """group_size -1 with many rows: int8 sums beyond 2^24 stay exact, fp32 sums stay within their bound."""
+    shape = Shape(28672, 16, 28672)
+    torch.manual_seed(5)
+    q = torch.randint(0, 16, (shape.k, shape.n), dtype=torch.uint8)
+    q[:, 0], z = 15, torch.zeros(1, shape.n, dtype=torch.uint8)
+    s = torch.full((1, shape.n), 2.0**-10)
+    x = torch.full((3, shape.k), 127.0)
+    x[1] = torch.randn(shape.k)
+    x[2] = -x[2]
+    with forced(row), poisoned_memory():
+        for repeat in (1, 7):
+            y = mm(x.repeat(repeat, 1), packed(RawWeight(shape, q, z, s, "long")), None, act_bits)
+            expected(x.repeat(repeat, 1), q, z, s, shape.group, act_bits=act_bits).check(y)
+            if act_bits == 8:
+                assert same(y, w4a8_bits(x.repeat(repeat, 1), q, z, s, shape.group))
+
+
+@compiled_rows
+@settings(max_examples=4)
+@given(seed=SEEDS)
+def test_two_runs_give_the_same_bits(row: str, act_bits: int, seed: int) -> None:
+    shape = Shape(576, 192, 32)
+    torch.manual_seed(seed)
+    q = torch.randint(0, 16, (shape.k, shape.n), dtype=torch.uint8)
+    weight = packed(RawWeight(shape, q, None, torch.rand(shape.groups, shape.n).bfloat16(), "twice"))
+    with forced(row):
+        for m in (1, 5, 33, 150):
+            x = torch.randn(m, shape.k, dtype=torch.bfloat16)
+            first = mm(x, weight, None, act_bits)
+            for _ in range(5):
+                assert torch.equal(mm(x, weight, None, act_bits), first)
+
+
+@rows
+def test_a_row_of_zeros_gives_the_bias(row: str, act_bits: int) -> None:
+    shape = Shape(131, 33, 64)
+    torch.manual_seed(1)
+    q = torch.randint(0, 16, (shape.k, shape.n), dtype=torch.uint8)
+    bias = torch.randn(shape.n)
+    with forced(row):
+        for m in (1, 12):
+            weight = packed(RawWeight(shape, q, None, torch.randn(shape.groups, shape.n), "zeros"))
+            y = mm(torch.zeros(m, shape.k), weight, bias, act_bits)
+            assert torch.equal(y, bias.expand(m, -1))
+
+
+@rows
+def test_a_bad_row_spoils_no_other(row: str, act_bits: int) -> None:
+    """NaN and infinity stay in their rows, in decode and in prefill."""
+    shape = Shape(264, 72, 128)
+    torch.manual_seed(2)
+    q = torch.randint(0, 16, (shape.k, shape.n), dtype=torch.uint8)
+    weight = packed(RawWeight(shape, q, None, torch.randn(shape.groups, shape.n), "bad row"))
+    with forced(row):
+        for m in (2, 8, 40):
+            x = torch.randn(m, shape.k)
+            clean = mm(x, weight, None, act_bits)
+            bad = x.clone()
+            bad[1, 200], bad[0, 3] = float("nan"), float("inf")
+            y = mm(bad, weight, None, act_bits)
+            assert not y[:2].isfinite().any() or act_bits == 16
+            assert y[1].isnan().all()
+            assert torch.equal(y[2:], clean[2:])
