@@ -3,7 +3,7 @@
 
 The model's parameters are on the meta device. :func:`make_plan` compares names and shapes first, from the shards'
 headers alone; no layer is read before all of them fit, and no parameter is ever left with made-up values. :func:`load`
-then reads one layer at a time, packs it and drops what it read, so that memory peaks at the packed model plus one layer.
+then reads one layer at a time, packs it and drops what it read: memory peaks at the packed model plus one layer.
 """
 
 from __future__ import annotations

@@ -165,20 +165,21 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] of fp16, bf16 or fp32 to y [..., N] of the same dtype."""
-        bias = self.bias
+        packed = self._buffers  # nn.Module's attribute lookup costs more than the call of a small kernel
+        bias = self._parameters["bias"]
         trains = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-        op = torch.ops.awqjit.int4_linear if trains else torch.ops.awqjit.int4_mm
+        op = torch.ops.awqjit.int4_linear.default if trains else torch.ops.awqjit.int4_mm.default
         return op(
             x,
-            self.packed_weight,
-            self.packed_scales,
-            self.packed_zeros,
+            packed["packed_weight"],
+            packed["packed_scales"],
+            packed["packed_zeros"],
             bias,
             self.in_features,
             self.out_features,
             self.group_size,
             self.act_bits,
-            self.packed_perm,
+            packed["packed_perm"],
             self.layout,
         )
 
@@ -221,6 +222,9 @@ class Int4Linear(nn.Module):
         if absent:
             missing_keys.extend(prefix + name for name in absent)
             return
+        device = self.packed_weight.device
+        if device.type != "meta":  # a layer without memory takes the checkpoint's device, any other one keeps its own
+            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         try:
             weight = from_checkpoint(tensors, self.format, self.group_size)
             if (weight.in_features, weight.out_features) != (self.in_features, self.out_features):

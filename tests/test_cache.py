@@ -398,7 +398,9 @@ def test_who_loses_the_race_loads_its_own_build(place: Path) -> None:
     compiler = toolchain.find_compiler()
     mine = place / store.passing_name("build")
     shutil.copytree(first.directory, mine)
+    before = first.directory.stat().st_ctime_ns
     used = store.publish(mine, first.directory, SEVEN.identity(compiler))
+    assert first.directory.stat().st_ctime_ns == before  # a sound kernel is not moved, not even for a moment
     assert used.name.startswith("own-") and number_of(used / "kernel.so") == 7
     assert not store.check(first.directory, SEVEN.identity(compiler))
 

@@ -48,6 +48,8 @@ def home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("CXX", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     (folder / "home").mkdir()
+    made(folder / "tmp", 0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))  # forked children leave theirs behind
     monkeypatch.setenv("HOME", str(folder / "home"))
     monkeypatch.setattr(places, "_private", places._Private())
     monkeypatch.setattr(places, "_warned", set())
@@ -195,6 +197,9 @@ def test_a_forked_child_uses_its_parents_temporary_directory_and_leaves_it_alone
     path, origin, warned = in_child(lambda: (fetch(SEVEN).path, fetch(SEVEN).origin, fetch_noting_warnings()[1]))
     assert (path, origin, warned) == (mine.path, "cache", [])
 
+    in_child(lambda: places._remove(os.getppid(), mine.directory.parent))  # as the end of the child would call it
+    assert mine.path.exists()
+
     def child_whose_parent_has_ended() -> tuple[int, bool]:
         places._remove(os.getpid(), mine.directory.parent)
         other = fetch(SEVEN)
@@ -254,7 +259,7 @@ def tree(folder: Path) -> list[tuple[str, int, int]]:
 @needs_root
 @pytest.mark.parametrize("jit", ["1", "0"])
 def test_a_baked_cache_serves_any_user_without_a_compiler_or_a_write(
-    jit: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    jit: str, folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     baked = folder / "baked"
     monkeypatch.setenv("AWQJIT_CACHE_DIR", str(baked))
@@ -264,11 +269,11 @@ def test_a_baked_cache_serves_any_user_without_a_compiler_or_a_write(
     monkeypatch.setenv("AWQJIT_JIT", jit)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(subprocess, "Popen", None)
-    before = tree(folder)
+    before = tree(baked), tree(home), os.listdir(folder / "tmp")
     origins, warned, number = in_child(fetch_noting_warnings, STRANGER)
     assert (origins, number) == (["baked", "baked"], 7)
     assert len(warned) == 1 and "/nowhere" in warned[0]
-    assert tree(folder) == before
+    assert (tree(baked), tree(home), os.listdir(folder / "tmp")) == before
 
 
 # Trust.

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from awqjit.spec import Problem
 from awqjit.version import __version__
 
 app = typer.Typer(
@@ -64,7 +65,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -97,7 +100,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
     compute: ComputeOption = Compute.w4a16,
     dtype: DtypeOption = Dtype.bfloat16,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Let a model continue a prompt, greedily, and print the text as it comes."""
@@ -156,7 +161,9 @@ def info(as_json: JsonOption = False) -> None:
 
 @app.command()
 def explain(
-    what: Annotated[list[str], typer.Argument(metavar="K N | FOLDER", help="A layer's in and out features, or a model.")],
+    what: Annotated[
+        list[str], typer.Argument(metavar="K N | FOLDER", help="A layer's in and out features, or a model.")
+    ],
     group_size: Annotated[int, typer.Option(help="Weights that share a scale; -1 for K. Not for a folder.")] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="No zero points. Not for a folder.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias. Not for a folder.")] = False,
@@ -168,7 +175,8 @@ def explain(
     from awqjit.cli.info import explain_problems, folder_problems, shape_problem
 
     if len(what) == 2:
-        problems = (shape_problem(what[0], what[1], group_size, symmetric, bias, compute.value, dtype.value),)
+        shape = shape_problem(what[0], what[1], group_size, symmetric, bias, compute.value, dtype.value)
+        problems: tuple[Problem, ...] = (shape,)
     elif len(what) == 1:
         problems = folder_problems(what[0], compute.value, dtype.value)
     else:

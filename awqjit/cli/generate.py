@@ -73,7 +73,13 @@ def greedy(model: Any, max_new_tokens: int, **settings: Any) -> Any:
     """The model's generation config with sampling off and a bound on new tokens."""
     config = copy.deepcopy(model.generation_config)
     config.update(
-        do_sample=False, temperature=None, top_p=None, top_k=None, max_new_tokens=max_new_tokens, max_length=None, **settings
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max_new_tokens,
+        max_length=None,
+        **settings,
     )
     return config
 
@@ -95,7 +101,7 @@ def stream(
     ticks: list[float] = []
     pieces: list[str] = []
 
-    class Streamer(transformers.TextStreamer):  # type: ignore[misc,name-defined]
+    class Streamer(transformers.TextStreamer):  # type: ignore[name-defined]
         def put(self, value: torch.Tensor) -> None:
             ticks.append(time.perf_counter())
             super().put(value)

@@ -99,9 +99,7 @@ def here() -> machine.Machine:
     return machine.detect()
 
 
-def shape_problem(
-    k: str, n: str, group_size: int, symmetric: bool, bias: bool, compute: str, dtype: str
-) -> Problem:
+def shape_problem(k: str, n: str, group_size: int, symmetric: bool, bias: bool, compute: str, dtype: str) -> Problem:
     """The problem of one layer with fp16 scales.
 
     Raises:
@@ -138,9 +136,9 @@ def explain_problems(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     for problem in problems:
         if forced is not None:
             select.choose(problem, computer, forced=forced)  # a forced row that cannot run it is an error
-        rows = [
-            {"kernel": v.row.name, "chosen": v.chosen, "reason": v.reason or ("" if v.chosen else "a row above it runs it")}
-            for v in select.explain(problem, computer, forced=forced)
-        ]
+        rows = []
+        for verdict in select.explain(problem, computer, forced=forced):
+            reason = verdict.reason or ("" if verdict.chosen else "a row above it runs it")
+            rows.append({"kernel": verdict.row.name, "chosen": verdict.chosen, "reason": reason})
         explained.append({"problem": problem.slug, "rows": rows})
     return explained

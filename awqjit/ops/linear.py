@@ -11,7 +11,7 @@ from torch import Tensor
 from awqjit.errors import ArgumentError
 from awqjit.layout import BLOCK, LAYOUT_CPU, PackedWeight, unpack
 from awqjit.ops.checks import check_perm_values, check_x, packed_weight
-from awqjit.ops.matmul import refuse_tangents
+from awqjit.ops.matmul import refuse_tangents, refuse_trained_scales
 
 
 def int4_linear(x: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -92,6 +92,7 @@ def int4_linear_autograd(
     layout: int = LAYOUT_CPU,
 ) -> Tensor:
     refuse_tangents(x=x, scales=scales, bias=bias)
+    refuse_trained_scales(scales)
     _refuse_functorch(x=x, bias=bias)
     ints = (in_features, out_features, group_size, act_bits)
     return _Linear.apply(x, weight, scales, zeros, bias, *ints, perm, layout)
@@ -109,6 +110,7 @@ def int4_mm_backward_autograd(
     layout: int = LAYOUT_CPU,
 ) -> Tensor:
     refuse_tangents(grad=grad, scales=scales)
+    refuse_trained_scales(scales)
     _refuse_functorch(grad=grad)
     return _Backward.apply(grad, weight, scales, zeros, in_features, out_features, group_size, perm, layout)
 

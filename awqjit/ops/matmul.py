@@ -87,6 +87,11 @@ def refuse_tangents(**tensors: Tensor | None) -> None:
             )
 
 
+def refuse_trained_scales(scales: Tensor) -> None:
+    if scales.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("scales", "a tensor that requires grad", "scales.detach(): the weight gets no gradient")
+
+
 def _gather(x: Tensor, perm: Tensor) -> Tensor:
     try:
         return x.index_select(-1, perm)
@@ -117,8 +122,9 @@ def int4_mm_autograd(
 ) -> Tensor:
     bias = rest[0] if rest else named.get("bias")
     refuse_tangents(x=x, scales=scales, bias=bias)
+    refuse_trained_scales(scales)
     if torch.is_grad_enabled():
-        for name, tensor in (("x", x), ("scales", scales), ("bias", bias)):
+        for name, tensor in (("x", x), ("bias", bias)):
             if tensor is not None and tensor.requires_grad:
                 raise ArgumentError(
                     name,

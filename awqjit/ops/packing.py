@@ -73,7 +73,13 @@ def pack_fake(
     )
 
 
+def _has_elements(qweight: Tensor) -> None:
+    if qweight.numel() == 0:
+        raise ArgumentError("qweight", f"shape {list(qweight.shape)}", "[K, N / 8] with K and N of at least 1")
+
+
 def pack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    _has_elements(qweight)
     packed = layouts.pack(awq_to_standard(qweight, scales, none_if_empty(qzeros), group_size))
     return packed.weight, packed.scales, _or_empty(packed.zeros, qweight, torch.uint8)
 
@@ -82,6 +88,7 @@ def pack_awq_fake(
     qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     qzeros = none_if_empty(qzeros)
+    _has_elements(qweight)
     _on_one_device(qweight, scales=scales, qzeros=qzeros)
     awq_to_standard(_meta(qweight), _meta(scales), _meta(qzeros), group_size)
     in_features = qweight.shape[0]
