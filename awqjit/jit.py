@@ -18,7 +18,7 @@ from torch import Tensor
 from awqjit import cache, config, launch, machine, progress, reference, select
 from awqjit.errors import ArgumentError, AwqJitError, AwqJitWarning, CompileError, KernelRefusedError, NoCompilerError
 from awqjit.layout import PackedWeight, unpack
-from awqjit.render import flags, render
+from awqjit.render import render
 from awqjit.spec import Problem
 
 DTYPE_NAMES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -174,8 +174,14 @@ def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], .
     spec = row.spec(problem)
     if spec is None:
         return Choice(problem, TorchKernel(problem), refusals, "torch", 0.0, time.perf_counter() - start)
-    artifact = cache.fetch(cache.Request(spec.slug, render(spec), flags(spec)))
-    kernel = launch.CompiledKernel.load(spec, artifact.path)
+    request = cache.Request(spec.slug, render(spec), spec.target.flags)
+    artifact = cache.fetch(request)
+    try:
+        kernel = launch.CompiledKernel.load(spec, artifact.path)
+    except OSError:
+        # Another process may have replaced a damaged entry between the look and the load.
+        artifact = cache.fetch(request)
+        kernel = launch.CompiledKernel.load(spec, artifact.path)
     return Choice(problem, kernel, refusals, artifact.origin, artifact.seconds, time.perf_counter() - start)
 
 

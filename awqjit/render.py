@@ -13,7 +13,7 @@ import jinja2
 from awqjit.layout import BLOCK, packed_rows, padded_group_rows
 from awqjit.spec import KernelSpec
 from awqjit.target import Tile
-from awqjit.toolchain import BASE_FLAGS, neutral_command
+from awqjit.toolchain import neutral_command
 from awqjit.version import __version__
 
 _JOB_BYTES = 16384  # weight bytes of one decode job: long enough to hide the shared counter, short enough to balance
@@ -57,11 +57,6 @@ def _prefill_heights(tile: Tile) -> list[int]:
     return sorted({height for chunk in chunks for height in _cut(chunk, tile.rows)})
 
 
-def flags(spec: KernelSpec) -> tuple[str, ...]:
-    """All compiler flags of the spec: those of every kernel, then those of its row."""
-    return (*BASE_FLAGS, *spec.target.flags)
-
-
 def render(spec: KernelSpec) -> str:
     """The kernel's whole C++ source. Its head names the spec, the version and the command that compiles it."""
     problem, tile = spec.problem, spec.tile
@@ -77,7 +72,7 @@ def render(spec: KernelSpec) -> str:
         .render(
             version=__version__,
             slug=spec.slug,
-            command=shlex.join(neutral_command(flags(spec))),
+            command=shlex.join(neutral_command(spec.target.flags)),
             compute=problem.compute,
             target=spec.target.name,
             vocabulary=vocabulary.name,

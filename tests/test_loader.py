@@ -15,16 +15,17 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from models import edit_config, edit_tensors, tensors, write_float  # noqa: E402
+
 import awqjit  # noqa: E402
 from awqjit import config  # noqa: E402
 from awqjit.errors import AwqJitWarning, CheckpointMismatchError, FormatError  # noqa: E402
 from awqjit.formats.awq import awq_to_standard  # noqa: E402
 from awqjit.formats.gptq import standard_to_gptq  # noqa: E402
-from awqjit.integrations.gguf_file import pair_halves, transformers_name  # noqa: E402
+from awqjit.integrations.gguf_file import GgufSource, find, pair_halves, transformers_name  # noqa: E402
 from awqjit.integrations.quantize_folder import quantize_folder  # noqa: E402
 from awqjit.jit import forget  # noqa: E402
 from awqjit.modules import Int4Linear  # noqa: E402
-from tests.models import edit_config, edit_tensors, tensors, write_float  # noqa: E402
 
 IDS = torch.tensor([[1, 17, 99, 4, 56, 23]])
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -141,10 +142,10 @@ def test_a_tied_head_that_is_stored_all_the_same_is_tied(copy_of: Callable[[str]
 
 def test_a_tied_head_with_weights_of_its_own_keeps_them(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy_of("qwen2-awq")
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}))
     with pytest.warns(AwqJitWarning, match="weights of their own"):
         model = load(folder)
-    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
+    assert torch.equal(model.lm_head.weight, -model.model.embed_tokens.weight)
     model.save_pretrained(tmp_path / "saved")
     assert "lm_head.weight" in tensors(tmp_path / "saved")
 
@@ -325,3 +326,45 @@ def test_gguf_names_and_row_order() -> None:
     # One head of 6 rows: pairs (0,3) (1,4) (2,5) of transformers lie side by side in the file.
     in_file = torch.tensor([0, 3, 1, 4, 2, 5, 10, 13, 11, 14, 12, 15])
     assert pair_halves(in_file, 2).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15]
+
+
+def test_a_gguf_file_holds_the_models_tensors(folders: dict[str, Path], tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    expected = tensors(folders["llama"])
+    ours = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        f"{QUERY}.weight": "blk.0.attn_q.weight",
+        "model.layers.1.self_attn.k_proj.weight": "blk.1.attn_k.weight",
+        "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
+    }
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    for name, stored in ours.items():
+        tensor = expected[name]
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        if heads:  # the file's order: halves of a head become neighbours
+            tensor = tensor.reshape(heads, 2, -1, 64).transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(stored, tensor.numpy().copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = GgufSource.open(find(tmp_path) or tmp_path, heads={"q_proj": 4, "k_proj": 2})
+    assert source.shapes == {name: tuple(expected[name].shape) for name in ours}
+    for name in ours:
+        assert torch.equal(source.read(name), expected[name]), name
+
+
+def test_gguf_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(3))
+    with pytest.raises(FormatError, match="not a complete GGUF file"):
+        GgufSource.open(tmp_path / "a.gguf", heads={})
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "gemma")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(FormatError, match="architecture 'gemma'"):
+        GgufSource.open(tmp_path / "b.gguf", heads={})
+    with pytest.raises(FormatError, match="several GGUF files"):
+        find(tmp_path)

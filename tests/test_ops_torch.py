@@ -140,10 +140,11 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(N).requires_grad_(train)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.first(x)) * 2 + self.norm(self.first(x * 0.5))
+        return torch.relu(self.first(x)) + self.norm(self.first(torch.tanh(x)))
 
 
-BATCHES = (2, 3, 8, 9, 20, 65)
+# torch gives one symbol to all sizes that are equal at first: no size of a weight begins these.
+BATCHES = (5, 2, 3, 8, 9, 20, 65)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -157,7 +158,6 @@ def test_one_graph_serves_every_batch(backend: str, compute: str) -> None:
         for batch in BATCHES:
             x = randn(batch, K, seed=batch)
             assert torch.allclose(compiled(x), block(x), rtol=1e-5, atol=1e-6)
-            x = randn(batch, K, seed=batch)
     assert counter.frame_count == 1
 
 
@@ -167,10 +167,11 @@ def test_a_compiled_operator_gives_the_bits_of_the_eager_one(backend: str, act_b
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     fixed = mm_arguments(act_bits=act_bits, perm=PERM)
+    rest = list(fixed.values())[1:]
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
     def product(x: Tensor) -> Tensor:
-        return OPS.int4_mm(x, *list(fixed.values())[1:])
+        return OPS.int4_mm(x, *rest)
 
     for batch in BATCHES:
         x = randn(batch, K, seed=batch)
@@ -199,8 +200,9 @@ def test_training_compiles_into_one_graph_with_the_eager_gradients() -> None:
 
 def test_a_bad_call_is_refused_while_it_is_traced() -> None:
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"in_features"):
-        torch.compile(lambda x: call("int4_mm", mm_arguments(x=x)), fullgraph=True, backend="eager")(randn(2, K + 1))
+    rest = list(mm_arguments().values())[1:]
+    with pytest.raises(Exception, match=r"x.*shape \[2, 49\].*\[\.\.\., 48\] \(in_features\)"):
+        torch.compile(lambda x: OPS.int4_mm(x, *rest), fullgraph=True, backend="eager")(randn(2, K + 1))
 
 
 # ---- export -----------------------------------------------------------------------------------------------------
@@ -283,17 +285,14 @@ def test_vmap_over_a_weight_is_refused(op: str, argument: str) -> None:
 
 @pytest.mark.parametrize("op", sorted(GOOD))
 def test_fake_tensors_get_the_shapes_dtypes_and_strides_of_real_ones(op: str) -> None:
-    real = call(op, GOOD[op]())
+    real_arguments = GOOD[op]()
+    real = call(op, real_arguments)
     with FakeTensorMode() as mode:
-        arguments = {n: mode.from_tensor(a) if isinstance(a, Tensor) else a for n, a in GOOD[op]().items()}
-        fake = call(op, arguments)
-    for got, wanted in zip(fake if isinstance(fake, tuple) else (fake,), real if isinstance(real, tuple) else (real,)):
-        assert (got.shape, got.dtype, got.device, got.stride()) == (
-            wanted.shape,
-            wanted.dtype,
-            wanted.device,
-            wanted.stride(),
-        )
+        fake = call(op, {n: mode.from_tensor(a) if isinstance(a, Tensor) else a for n, a in real_arguments.items()})
+    many = isinstance(real, tuple)
+    for got, wanted in zip(fake if many else (fake,), real if many else (real,), strict=True):
+        assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
+        assert got.stride() == wanted.stride()
 
 
 def test_a_default_device_does_not_reach_into_the_operators() -> None:

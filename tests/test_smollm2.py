@@ -34,7 +34,7 @@ PROMPTS = (
 
 @pytest.fixture(scope="session")
 def gguf() -> Path:
-    """The weights, kept in the user's own cache: session fixtures run before the tests get an environment of their own."""
+    """The weights, in the user's own cache: session fixtures run before the tests get an environment of their own."""
     directory = demo_weights.models_directory()
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -144,9 +144,7 @@ def reference_nll(reference: Any, text: torch.Tensor) -> float:
 def continuation(model: Any, tokenizer: Any, prompt: str) -> tuple[list[int], torch.Tensor]:
     """The next tokens, greedily, end tokens ruled out, and the logits [tokens, vocabulary] they were picked from."""
     inputs = encode(tokenizer, prompt)
-    settings = greedy(
-        model, NEW_TOKENS, min_new_tokens=NEW_TOKENS, output_logits=True, return_dict_in_generate=True
-    )
+    settings = greedy(model, NEW_TOKENS, min_new_tokens=NEW_TOKENS, output_logits=True, return_dict_in_generate=True)
     output = model.generate(**inputs, generation_config=settings)
     return output.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.cat(output.logits)
 
@@ -186,8 +184,8 @@ def test_the_text_is_as_likely_as_under_the_dequantized_model(
 ) -> None:
     nll = mean_nll(load(folder, dtype, compute), text)
     measured = (
-        f"{compute}, {dtype}: mean NLL {nll:.6f} over {text.shape[1] - 1} tokens, dequantized fp32 {reference_nll:.6f}, "
-        f"difference {nll - reference_nll:+.6f} (bound {bound})"
+        f"{compute}, {dtype}: mean NLL {nll:.6f} over {text.shape[1] - 1} tokens, "
+        f"dequantized fp32 {reference_nll:.6f}, difference {nll - reference_nll:+.6f} (bound {bound})"
     )
     print(measured)
     assert math.isfinite(nll), measured

@@ -21,6 +21,7 @@ from torch import nn
 
 from awqjit import config, jit
 from awqjit.cli.generate import encode, greedy, stream
+from awqjit.errors import AwqJitError
 from awqjit.integrations.transformers import from_pretrained, read_config, require_transformers, skeleton
 from awqjit.modules import Int4Linear
 
@@ -152,5 +153,8 @@ def run(folder: str, kind: str, compute: str, question: str | None) -> dict[str,
 
 if __name__ == "__main__":
     folder, kind, compute, result, *question = sys.argv[1:]
-    found = run(folder, kind, compute, question[0] if question else None)
+    try:
+        found = run(folder, kind, compute, question[0] if question else None)
+    except AwqJitError as error:
+        sys.exit(f"error: {error}")
     Path(result).write_text(json.dumps(found), encoding="utf-8")

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements of awqjit beside plain torch; see README.md in this folder."""

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An AWQ folder of Qwen2-1.5B's shape with random weights: speed depends on shapes only, and nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from awqjit import progress
+from awqjit.checkpoint import new_folder
+from awqjit.integrations.transformers import require_transformers
+from benchmarks.common import LARGE_GROUP
+
+NAME = "qwen2-1.5b"
+
+
+def large_folder(directory: Path) -> Path:
+    """A model of Qwen2-1.5B's shape with random int4 weights and a vocabulary of 32,000, made once (about 0.85 GB)."""
+    folder = directory / f"random-{NAME}-awq-g{LARGE_GROUP}-1"
+    if folder.is_dir():
+        return folder
+    config = require_transformers("benchmarking models").Qwen2Config(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=32_000,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    hidden, middle = config.hidden_size, config.intermediate_size
+    kv = hidden // config.num_attention_heads * config.num_key_value_heads
+    layers = {
+        "self_attn.q_proj": (hidden, hidden, True),
+        "self_attn.k_proj": (hidden, kv, True),
+        "self_attn.v_proj": (hidden, kv, True),
+        "self_attn.o_proj": (hidden, hidden, False),
+        "mlp.gate_proj": (hidden, middle, False),
+        "mlp.up_proj": (hidden, middle, False),
+        "mlp.down_proj": (middle, hidden, False),
+    }
+    generator = torch.Generator().manual_seed(1)
+
+    def words(rows: int, columns: int, low: int, high: int) -> torch.Tensor:
+        """int32 [rows, columns / 8] of nibbles low..high."""
+        nibbles = torch.randint(low, high + 1, (8, rows, columns // 8), generator=generator, dtype=torch.int32)
+        packed = torch.zeros_like(nibbles[0])
+        for i in range(8):
+            packed |= nibbles[i] << (4 * i)
+        return packed
+
+    with (
+        new_folder(folder, force=True) as writer,
+        progress.bar("making random weights", config.num_hidden_layers) as step,
+    ):
+        embeddings = torch.randn(config.vocab_size, hidden, generator=generator).mul_(0.02)
+        writer.add("model.embed_tokens.weight", embeddings.to(torch.float16))
+        writer.add("model.norm.weight", torch.ones(hidden, dtype=torch.float16))
+        for block in range(config.num_hidden_layers):
+            prefix = f"model.layers.{block}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                writer.add(f"{prefix}.{norm}.weight", torch.ones(hidden, dtype=torch.float16))
+            for layer, (k, n, bias) in layers.items():
+                name, groups = f"{prefix}.{layer}", k // LARGE_GROUP
+                writer.add(f"{name}.qweight", words(k, n, 0, 15))
+                writer.add(f"{name}.qzeros", words(groups, n, 5, 10))
+                # q - z has a standard deviation of 4.9: weights get one of about 1 / sqrt(k).
+                scales = torch.rand(groups, n, generator=generator).add_(0.5).div_(4.9 * k**0.5)
+                writer.add(f"{name}.scales", scales.to(torch.float16))
+                if bias:
+                    writer.add(f"{name}.bias", torch.randn(n, generator=generator).mul_(0.1).to(torch.float16))
+            step()
+        quantization = {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": LARGE_GROUP,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["lm_head"],
+        }
+        writer.write_json("config.json", config.to_dict() | {"quantization_config": quantization})
+    return folder
