@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +44,22 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def in_forked_child() -> bool:
+    """Whether this process was forked: everything then has to run on the calling thread."""
+    return _in_forked_child
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch's own operators run on the calling thread alone, for a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @lru_cache(maxsize=1)
@@ -100,11 +118,11 @@ class CompiledKernel:
             LaunchError: the thread pool reported an error.
         """
         rows = x.shape[0]
-        y = torch.empty((rows, self.spec.problem.n), dtype=x.dtype)
+        y = torch.empty((rows, self.spec.problem.n), dtype=x.dtype, device=x.device)
         # x.stride(0) means nothing with one row, and a stride of 0 is fine.
         threads = 1 if _in_forked_child else torch.get_num_threads()
         # torch aligns what it allocates to 64 bytes, as the kernel wants it.
-        scratch = torch.empty(self.library.awqjit_scratch_bytes(rows, threads), dtype=torch.uint8)
+        scratch = torch.empty(self.library.awqjit_scratch_bytes(rows, threads), dtype=torch.uint8, device=x.device)
         call = _Call(
             x.data_ptr(),
             weight.data_ptr(),

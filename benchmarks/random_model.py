@@ -15,15 +15,15 @@ from benchmarks.common import LARGE_GROUP
 NAME = "qwen2-1.5b"
 
 
-def large_folder(directory: Path) -> Path:
+def large_folder(directory: Path, blocks: int = 28) -> Path:
     """A model of Qwen2-1.5B's shape with random int4 weights and a vocabulary of 32,000, made once (about 0.85 GB)."""
-    folder = directory / f"random-{NAME}-awq-g{LARGE_GROUP}-1"
+    folder = directory / f"random-{NAME}-{blocks}-blocks-awq-g{LARGE_GROUP}-1"
     if folder.is_dir():
         return folder
     config = require_transformers("benchmarking models").Qwen2Config(
         hidden_size=1536,
         intermediate_size=8960,
-        num_hidden_layers=28,
+        num_hidden_layers=blocks,
         num_attention_heads=12,
         num_key_value_heads=2,
         vocab_size=32_000,
@@ -54,12 +54,12 @@ def large_folder(directory: Path) -> Path:
 
     with (
         new_folder(folder, force=True) as writer,
-        progress.bar("making random weights", config.num_hidden_layers) as step,
+        progress.bar("making random weights", blocks) as step,
     ):
         embeddings = torch.randn(config.vocab_size, hidden, generator=generator).mul_(0.02)
         writer.add("model.embed_tokens.weight", embeddings.to(torch.float16))
         writer.add("model.norm.weight", torch.ones(hidden, dtype=torch.float16))
-        for block in range(config.num_hidden_layers):
+        for block in range(blocks):
             prefix = f"model.layers.{block}"
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 writer.add(f"{prefix}.{norm}.weight", torch.ones(hidden, dtype=torch.float16))

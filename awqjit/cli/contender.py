@@ -28,8 +28,9 @@ from awqjit.modules import Int4Linear
 PREFILL_TOKENS = 256
 DECODE_TOKENS = 32
 ANSWER_TOKENS = 48
-MAX_SECONDS = 4.0  # of one decode run: fewer tokens on a slow machine
-ROUNDS = 2  # the better of two: the first also fills caches
+FIRST_DECODE_TOKENS = 4  # of a first run, which tells how many the next ones can take
+MAX_SECONDS = 4.0  # of each further decode run: fewer tokens on a slow machine
+ROUNDS = 2  # the best of them is reported: the first also fills caches
 
 
 def resident_bytes() -> int:
@@ -94,11 +95,8 @@ def _choose_again(choices: tuple[jit.Choice, ...]) -> list[jit.Choice]:
     return [jit.choose(choice.problem) for choice in choices]
 
 
-def measure(model: Any, tokenizer: Any, text: str) -> dict[str, float]:
-    """Tokens per second of prefill (PREFILL_TOKENS in one go) and decode (up to DECODE_TOKENS one by one), batch 1."""
-    inputs = encode(tokenizer, text)
-    ids = inputs["input_ids"].repeat(1, -(-PREFILL_TOKENS // inputs["input_ids"].shape[1]))[:, :PREFILL_TOKENS]
-    settings = greedy(model, DECODE_TOKENS + 1, min_new_tokens=DECODE_TOKENS + 1, max_time=MAX_SECONDS)
+def _decode_step(model: Any, inputs: Any, tokens: int) -> float:
+    """Mean seconds of a decode step over ``tokens`` steps of ``model.generate``."""
     ticks: list[float] = []
 
     class Ticks:
@@ -108,16 +106,26 @@ def measure(model: Any, tokenizer: Any, text: str) -> dict[str, float]:
         def end(self) -> None:
             pass
 
-    prefill, decode = [], []
+    with torch.inference_mode():
+        settings = greedy(model, tokens + 1, min_new_tokens=tokens + 1)
+        model.generate(**inputs, generation_config=settings, streamer=Ticks())
+    # ticks: the prompt, the first token (prefill), then one per decode step
+    return (ticks[-1] - ticks[1]) / tokens
+
+
+def measure(model: Any, tokenizer: Any, text: str) -> dict[str, float]:
+    """Tokens per second of prefill (PREFILL_TOKENS in one go) and decode (up to DECODE_TOKENS one by one), batch 1."""
+    inputs = encode(tokenizer, text)
+    ids = inputs["input_ids"].repeat(1, -(-PREFILL_TOKENS // inputs["input_ids"].shape[1]))[:, :PREFILL_TOKENS]
+    prefill = []
     with torch.inference_mode():
         for _ in range(ROUNDS):
             start = time.perf_counter()
             model(ids, logits_to_keep=1)
             prefill.append(time.perf_counter() - start)
-            ticks.clear()
-            model.generate(**inputs, generation_config=settings, streamer=Ticks())
-            # ticks: the prompt, the first token (prefill), then one per decode step
-            decode.append((ticks[-1] - ticks[1]) / max(1, len(ticks) - 2))
+    step = _decode_step(model, inputs, FIRST_DECODE_TOKENS)
+    tokens = max(FIRST_DECODE_TOKENS, min(DECODE_TOKENS, int(MAX_SECONDS / step)))
+    decode = [step, *(_decode_step(model, inputs, tokens) for _ in range(ROUNDS))]
     return {
         "prefill_tokens_per_second": PREFILL_TOKENS / min(prefill),
         "decode_tokens_per_second": 1 / min(decode),

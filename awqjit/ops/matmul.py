@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from awqjit import jit
+from awqjit import jit, launch
 from awqjit.errors import ArgumentError
 from awqjit.layout import LAYOUT_CPU
 from awqjit.ops.checks import check_int4_mm, check_perm_values
@@ -62,6 +62,24 @@ def int4_mm(
             x, weight, scales, zeros, bias, in_features, out_features, group_size, act_bits, perm, layout
         )
         kernel = _checked[key] = jit.choose(problem).kernel
+    if launch.in_forked_child():
+        with launch.one_thread():  # copies, conversions and the row in plain torch included
+            return _run(kernel, x, weight, scales, zeros, bias, perm, in_features, out_features)
+    return _run(kernel, x, weight, scales, zeros, bias, perm, in_features, out_features)
+
+
+def _run(
+    kernel: jit.Kernel,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    perm: Tensor | None,
+    in_features: int,
+    out_features: int,
+) -> Tensor:
+    """The kernel on checked arguments, which it takes in fewer forms than the operator does."""
     if perm is not None and perm.numel():
         x = _gather(x, perm)
     rows = x if x.dim() == 2 else x.reshape(-1, in_features)
