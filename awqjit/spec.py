@@ -92,7 +92,7 @@ class KernelSpec:
 
     @property
     def slug(self) -> str:
-        """For example ``w4a8-bf16-k4096-n11008-g128-sfp16-asym-avx512_vnni``, then the tile if it is not the default."""
+        """For example ``w4a8-bf16-k4096-n11008-g128-sfp16-asym-avx512_vnni``, then the tile if not the default."""
         name = f"{self.problem.slug}-{self.target.name}"
         default = self.target.tile(self.problem.x_dtype)
         return name if self.tile == default else f"{name}-{self.tile.slug}"
