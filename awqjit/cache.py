@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
-
 from awqjit import config, places, store, toolchain
 from awqjit.errors import CompileError, KernelMissingError, NoCacheError, NoCompilerError
 from awqjit.places import Place
@@ -206,6 +204,8 @@ def _lock(place: Path, name: str) -> Iterator[None]:
     Only spares work: without the lock two processes compile the same and each loads its own. The operating system
     frees it when its holder dies. Its file is never deleted: another may be waiting for the very same file.
     """
+    import filelock  # only when something is built
+
     lock: filelock.BaseFileLock | None = None
     try:
         (place / "locks").mkdir(mode=0o755, exist_ok=True)

@@ -20,8 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from awqjit import config
 from awqjit.errors import AwqJitWarning, NoCacheError
 
@@ -164,6 +162,8 @@ def remove_at_exit(path: Path) -> None:
 
 def _user_cache() -> Place:
     try:
+        import platformdirs  # only when nobody has named a place
+
         path = Path(platformdirs.user_cache_dir("awqjit", appauthor=False))
     except RuntimeError:
         path = Path("~")

@@ -7,14 +7,16 @@ import shlex
 import struct
 from functools import lru_cache
 from importlib.resources import files
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from awqjit.layout import BLOCK, packed_rows, padded_group_rows
 from awqjit.spec import KernelSpec
 from awqjit.target import Tile
 from awqjit.toolchain import neutral_command
 from awqjit.version import __version__
+
+if TYPE_CHECKING:
+    import jinja2
 
 _JOB_BYTES = 16384  # weight bytes of one decode job: long enough to hide the shared counter, short enough to balance
 _MIN_JOBS = 16  # but never so few jobs that threads stand idle
@@ -27,6 +29,8 @@ def _load(name: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
+    import jinja2  # a tenth of a second that only those who compile should pay
+
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_load),
         undefined=jinja2.StrictUndefined,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  (before anything imports distutils, which torch.compile's back end would trip over)
 from hypothesis import HealthCheck, settings
 
 from awqjit import config, ops
