@@ -142,3 +142,12 @@ def test_ci_runs_the_second_command_of_the_readme() -> None:
     found = re.findall(pattern[1], README.read_text(encoding="utf-8"), re.MULTILINE)
     assert found == [blocks(README, "sh")[0].splitlines()[1]]
     assert os.access(script, os.X_OK)
+
+
+def test_figures_in_the_documents_come_from_the_results() -> None:
+    if not (ROOT / "benchmarks" / "results").exists():
+        pytest.skip("an sdist holds the tests, but not the benchmarks")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.report", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
