@@ -11,18 +11,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from awqjit import config, places, store, toolchain
+from awqjit import config, places, slots, store, toolchain
 from awqjit.errors import CompileError, KernelMissingError, NoCacheError, NoCompilerError
 from awqjit.places import Place
 from awqjit.store import Request
 
-__all__ = ["Artifact", "Request", "fetch"]
+__all__ = ["Artifact", "Request", "bake", "discard", "fetch", "replace"]
 
 logger = logging.getLogger("awqjit")
 
@@ -68,18 +69,98 @@ def fetch(request: Request) -> Artifact:
     """
     start = time.perf_counter()
     found, origin = _find_or_build(request)
+    if origin == "cache":
+        store.note_use(found)
     seconds = time.perf_counter() - start if origin == "built" else 0.0
     return Artifact(found / store.LIBRARY, found, seconds, origin)
 
 
-def _find_or_build(request: Request) -> tuple[Path, str]:
+def replace(request: Request, unusable: Artifact, reason: str) -> Artifact:
+    """Another library instead of one that cannot be loaded, though it is what was built: for another C library, say.
+
+    In the writable cache it is built again and takes the other's place; what is baked is passed over.
+
+    Args:
+        request: name, source and flags.
+        unusable: from :func:`fetch`. It may have vanished or been replaced meanwhile.
+        reason: why it cannot be loaded, for the log.
+
+    Returns, Raises: as :func:`fetch`.
+    """
+    if unusable.path.exists():
+        logger.warning("the stored kernel %s cannot be loaded and is not used: %s", unusable.directory, reason)
+    start = time.perf_counter()
+    found, origin = _find_or_build(request, _Unusable(unusable.directory))
+    return Artifact(found / store.LIBRARY, found, time.perf_counter() - start if origin == "built" else 0.0, origin)
+
+
+def discard(artifact: Artifact) -> None:
+    """Remove a library that was built just now and cannot be loaded, so that no other process finds it."""
+    if artifact.origin == "built":
+        with suppress(OSError):
+            store.retire(artifact.directory)
+
+
+class _Unusable:
+    """A directory that cannot be loaded from; one that later takes its name is another. None: no directory."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._library = self._status(directory) if directory is not None else None
+
+    def is_(self, directory: Path) -> bool:
+        return directory == self._directory and self._library is not None and self._status(directory) == self._library
+
+    @staticmethod
+    def _status(directory: Path) -> tuple[int, int] | None:
+        try:
+            status = os.stat(directory / store.LIBRARY)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+def bake(request: Request, compiler: toolchain.Compiler, place: Path) -> Artifact:
+    """Make sure that one directory holds a kernel built by this compiler. No other place is looked at or written.
+
+    Args:
+        request: name, source and flags. The kernel is not loaded: it may be for another CPU.
+        compiler: from :func:`awqjit.toolchain.find_compiler`.
+        place: an existing directory that can be written; symbolic links already resolved.
+
+    Returns:
+        The library; its origin is "built" or, if it was there already, "baked".
+
+    Raises:
+        CompileError: the compiler refused it or took longer than ``AWQJIT_COMPILE_TIMEOUT``.
+        OSError: the directory cannot be built in.
+    """
+    start = time.perf_counter()
+    target, wanted = place / request.directory_name(compiler), request.identity(compiler)
+    if not store.check(target, wanted):
+        return Artifact(target / store.LIBRARY, target, 0.0, "baked")
+    directory = place / store.passing_name("build")
+    directory.mkdir(mode=0o755)
+    try:
+        with slots.slot():
+            used = _build_in(directory, target, request, compiler)
+        if used != target:
+            store.remove(used)  # another process was first
+    finally:
+        store.remove(directory)
+    reason = store.check(target, wanted)
+    if reason:
+        raise OSError(f"{target.name}: {reason}")
+    return Artifact(target / store.LIBRARY, target, time.perf_counter() - start, "built")
+
+
+def _find_or_build(request: Request, unusable: _Unusable | None = None) -> tuple[Path, str]:
+    unusable = unusable or _Unusable(None)
     searched = places.places()
-    for place in searched:
-        if place.baked and not place.trusted:
-            places.warn_once(f"baked {place.path}", f"AWQJIT_CACHE_PATH: {place.path} is not used: {place.reason}")
+    places.warn_of_refused(searched)
     trusted = [place for place in searched if place.trusted]
     writable = [place for place in trusted if not place.baked]
-    search = _Search(request)
+    search = _Search(request, unusable)
     found = search.by_slug(place for place in trusted if place.baked)
     if found is not None:
         return found, "baked"
@@ -92,14 +173,23 @@ def _find_or_build(request: Request) -> tuple[Path, str]:
         found = search.by_slug(writable, {"compiler_file": stamp})
         if found is not None:
             return found, "cache"
-    try:
-        compiler = toolchain.find_compiler()
-    except NoCompilerError as error:
-        if config.CXX.read():
-            raise
-        return _or_raise(search.by_slug(writable), error), "cache"
-    found = search.by_compiler(writable, compiler)
-    return (found, "cache") if found is not None else _build(request, compiler)
+    while True:
+        try:
+            compiler = toolchain.find_compiler()
+        except NoCompilerError as error:
+            if config.CXX.read():
+                raise
+            return _or_raise(search.by_slug(writable), error), "cache"
+        found = search.by_compiler(writable, compiler)
+        if found is not None:
+            return found, "cache"
+        try:
+            return _build(request, compiler, unusable)
+        except CompileError:
+            if toolchain.is_there(compiler):
+                raise
+            logger.warning("the compiler %s has vanished; looking for another", shlex.join(compiler.argv))
+            toolchain.forget()
 
 
 def _or_raise(found: Path | None, error: Exception) -> Path:
@@ -111,8 +201,9 @@ def _or_raise(found: Path | None, error: Exception) -> Path:
 class _Search:
     """One fetch's search; reports a damaged directory once, however often it comes across it."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, unusable: _Unusable) -> None:
         self._request = request
+        self._unusable = unusable
         self._reported: set[Path] = set()
 
     def by_slug(self, where: Iterable[Place], also: dict[str, object] | None = None) -> Path | None:
@@ -134,24 +225,26 @@ class _Search:
         return None
 
     def _sound(self, directory: Path, wanted: dict[str, object]) -> bool:
+        if self._unusable.is_(directory):
+            return False
         reason = store.check(directory, wanted)
-        if reason and directory not in self._reported:
+        if reason and directory not in self._reported and os.path.lexists(directory):  # else: removed just now
             self._reported.add(directory)
             logger.warning("the stored kernel %s is damaged and not used: %s", directory, reason)
         return not reason
 
 
-def _build(request: Request, compiler: toolchain.Compiler) -> tuple[Path, str]:
+def _build(request: Request, compiler: toolchain.Compiler, unusable: _Unusable) -> tuple[Path, str]:
     name, wanted = request.directory_name(compiler), request.identity(compiler)
     reasons = []
     for place, directory in places.build_directories(store.passing_name("build")):
         target = place.path / name
         used = target
         try:
-            with _lock(place.path, name):
-                if not store.check(target, wanted):
+            with slots.slot(), _lock(place.path, name):
+                if not unusable.is_(target) and not store.check(target, wanted):
                     return target, "cache"  # built by another process while this one waited
-                used = _build_in(directory, target, request, compiler)
+                used = _build_in(directory, target, request, compiler, unusable)
                 return used, "built"
         except CompileError:
             used = directory  # already renamed, unless that failed: then it must last as long as the error's path
@@ -167,7 +260,13 @@ def _build(request: Request, compiler: toolchain.Compiler) -> tuple[Path, str]:
     raise NoCacheError(tuple(reasons))
 
 
-def _build_in(directory: Path, target: Path, request: Request, compiler: toolchain.Compiler) -> Path:
+def _build_in(
+    directory: Path,
+    target: Path,
+    request: Request,
+    compiler: toolchain.Compiler,
+    unusable: _Unusable | None = None,
+) -> Path:
     """Compile in ``directory``, publish as ``target``; the directory to load from, which may be either.
 
     Raises:
@@ -194,6 +293,9 @@ def _build_in(directory: Path, target: Path, request: Request, compiler: toolcha
         raise CompileError(request.slug, command, str(source), output) from None
     store.seal(directory, request, compiler, log, time.perf_counter() - start)
     logger.info("compiled %s in %.2f s", request.slug, time.perf_counter() - start)
+    if unusable is not None and unusable.is_(target):
+        with suppress(OSError):  # then the new one is used from elsewhere
+            store.retire(target)
     return store.publish(directory, target, request.identity(compiler))
 
 

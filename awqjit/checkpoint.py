@@ -59,13 +59,18 @@ def _header(path: Path) -> dict[str, Any]:
             if size > path.stat().st_size - 8:
                 raise ValueError("it is shorter than its header says")
             header = json.loads(file.read(size))
+            for name, entry in header.items():
+                if name != "__metadata__" and not all(isinstance(length, int) for length in entry["shape"]):
+                    raise ValueError(f"{name} has no shape")
             end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
             if 8 + size + end > path.stat().st_size:
                 raise ValueError("it is shorter than its header says")
     except FileNotFoundError:
         raise FormatError(f"the shard {path} is missing", "Fetch it again.") from None
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise FormatError(f"{path} is not a complete safetensors file: {error}", "Fetch it again.") from None
+    except IsADirectoryError:
+        raise FormatError(f"the shard {path} is a folder", "Fetch it again.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error) as error:
+        raise FormatError(f"{path} is not a complete safetensors file: {error!r}", "Fetch it again.") from None
     header.pop("__metadata__", None)
     return header
 
@@ -144,6 +149,7 @@ class Checkpoint:
 
         Raises:
             KeyError: a name that is not in the checkpoint.
+            FormatError: the file is damaged.
         """
         safetensors = _safetensors()
         by_file: dict[Path, list[str]] = defaultdict(list)
@@ -151,11 +157,14 @@ class Checkpoint:
             by_file[self.files[name]].append(name)
         tensors: dict[str, torch.Tensor] = {}
         for path, members in by_file.items():
-            with safetensors.safe_open(str(path), framework="pt", device="cpu") as shard:
-                for name in members:
-                    mapped = shard.get_tensor(name)
-                    wanted = dtype if dtype is not None and mapped.is_floating_point() else mapped.dtype
-                    tensors[name] = mapped.to(wanted, copy=True)
+            try:
+                with safetensors.safe_open(str(path), framework="pt", device="cpu") as shard:
+                    for name in members:
+                        mapped = shard.get_tensor(name)
+                        wanted = dtype if dtype is not None and mapped.is_floating_point() else mapped.dtype
+                        tensors[name] = mapped.to(wanted, copy=True)
+            except safetensors.SafetensorError as error:
+                raise FormatError(f"{path} is not a sound safetensors file: {error}", "Fetch it again.") from None
         return tensors
 
 
@@ -219,10 +228,10 @@ def new_folder(
     Args:
         destination: must not exist, or be an empty folder, unless ``force``.
         shard_bytes: largest safetensors file in bytes.
-        force: replace an existing folder.
+        force: replace an existing model: a folder with a config.json and without folders in it.
 
     Raises:
-        ArgumentError: the destination exists and is not an empty folder.
+        ArgumentError: the destination exists and is not an empty folder, nor with ``force`` a model's.
     """
     destination = Path(os.path.abspath(destination))
     _check_free(destination, force)
@@ -243,7 +252,12 @@ def new_folder(
         if destination.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".old", dir=destination.parent))
             destination.rename(old / "folder")
-            temporary.rename(destination)
+            try:
+                temporary.rename(destination)
+            except BaseException:
+                (old / "folder").rename(destination)
+                old.rmdir()
+                raise
             shutil.rmtree(old)
         else:
             temporary.rename(destination)
@@ -255,8 +269,15 @@ def new_folder(
 def _check_free(destination: Path, force: bool) -> None:
     if destination.exists() and not destination.is_dir():
         raise ArgumentError("destination", f"the file {destination}", "a folder's name")
-    if destination.is_dir() and any(destination.iterdir()) and not force:
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    if not force:
         raise ArgumentError("destination", f"{destination}, which is not empty", "a new or empty folder (or force)")
+    # What is replaced is deleted: only a folder that looks like a model's, and holds nothing but files, is.
+    if not (destination / "config.json").is_file() or any(entry.is_dir() for entry in destination.iterdir()):
+        raise ArgumentError(
+            "destination", f"{destination}, which holds more than a model", "a model's folder to replace, or a new one"
+        )
 
 
 def _sync(path: Path) -> None:

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, cast
 
 MAX_LOG = 1 << 20
 """Bytes of a program's output that are kept; a program that writes 16 times as much is stopped."""
@@ -46,8 +50,7 @@ def run(argv: tuple[str, ...], directory: Path, timeout: float) -> tuple[str | N
     environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     environment |= {"LC_ALL": "C", "TMPDIR": str(scratch)}
     failure: str | None = None
-    # A file, not a pipe: a background process that keeps a pipe open would keep us waiting.
-    with tempfile.TemporaryFile(dir=scratch) as output:
+    with _log_file(scratch) as output:
         try:
             process = subprocess.Popen(
                 argv,
@@ -60,11 +63,61 @@ def run(argv: tuple[str, ...], directory: Path, timeout: float) -> tuple[str | N
             )
         except OSError as error:
             return f"error: cannot start {argv[0]}: {error}", ""
-        failure = _wait(process, output.fileno(), timeout)
+        with _stopped_at_exit(process):
+            failure = _wait(process, output.fileno(), timeout)
         output.seek(0)
         log = output.read(MAX_LOG).decode("utf-8", "replace").rstrip()
     shutil.rmtree(scratch, ignore_errors=True)
     return failure, log
+
+
+def _log_file(directory: Path) -> BinaryIO:
+    """Where a program's output goes, deleted when closed.
+
+    A file, not a pipe: a background process that keeps a pipe open would keep us waiting. In memory where the system
+    has that: a full disk must not swallow the message that says so.
+    """
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):
+            return open(os.memfd_create("log"), "w+b")
+    return cast(BinaryIO, tempfile.TemporaryFile(dir=directory))
+
+
+_running: dict[subprocess.Popen[bytes], int] = {}
+"""Programs that a thread waits for -> the process (a forked child has a copy of the table) that started them."""
+_ending = False
+
+
+@contextmanager
+def _stopped_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Do not leave a program behind when the interpreter ends: a daemon thread gets no chance to stop what it started.
+
+    Raises:
+        SystemExit: the interpreter has begun to end; in daemon threads only, whose end it is.
+    """
+    _running[process] = os.getpid()
+    try:
+        yield
+    finally:
+        _running.pop(process, None)
+        if _ending and threading.current_thread().daemon:
+            raise SystemExit
+
+
+@atexit.register
+def _stop_all() -> None:
+    global _ending
+    _ending = True
+    for process, owner in tuple(_running.items()):
+        if owner == os.getpid():
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], output: int, timeout: float) -> str | None:
@@ -81,10 +134,7 @@ def _wait(process: subprocess.Popen[bytes], output: int, timeout: float) -> str 
             elif os.fstat(output).st_size > 16 * MAX_LOG:
                 stopped = f"error: stopped after printing more than {16 * MAX_LOG >> 20} MiB"
     finally:
-        if process.poll() is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        _kill(process)
     if stopped is not None:
         return stopped
     if process.returncode < 0:

@@ -137,7 +137,8 @@ class KernelMissingError(AwqJitError, RuntimeError):
         slug, places = self.args
         return (
             f"the kernel {slug} is in no cache ({', '.join(places) or 'no cache directory is usable'}) and "
-            "AWQJIT_JIT=0 forbids compiling it: unset AWQJIT_JIT, or fill the cache first with awqjit.warm(model)"
+            "AWQJIT_JIT=0 forbids compiling it: unset AWQJIT_JIT, or fill the cache first with awqjit.warm(model) or "
+            "`awqjit cache bake`"
         )
 
 

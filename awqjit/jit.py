@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from awqjit import cache, config, launch, machine, progress, reference, select
+from awqjit import cache, config, launch, machine, progress, reference, select, slots
 from awqjit.errors import ArgumentError, AwqJitError, AwqJitWarning, CompileError, KernelRefusedError, NoCompilerError
 from awqjit.layout import PackedWeight, unpack
 from awqjit.render import render
@@ -178,10 +178,14 @@ def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], .
     artifact = cache.fetch(request)
     try:
         kernel = launch.CompiledKernel.load(spec, artifact.path)
-    except OSError:
-        # Another process may have replaced a damaged entry between the look and the load.
-        artifact = cache.fetch(request)
-        kernel = launch.CompiledKernel.load(spec, artifact.path)
+    except OSError as error:
+        # Replaced by another process between the look and the load; or whole, and still not for this system.
+        artifact = cache.replace(request, artifact, str(error))
+        try:
+            kernel = launch.CompiledKernel.load(spec, artifact.path)
+        except OSError:
+            cache.discard(artifact)
+            raise
     return Choice(problem, kernel, refusals, artifact.origin, artifact.seconds, time.perf_counter() - start)
 
 
@@ -231,7 +235,7 @@ def warm(
     Args:
         what: a model with int4 layers, or problems.
         dtype: dtype of the activations, if ``what`` is a model; None takes that of its parameters.
-        jobs: compilers run at once; None takes ``AWQJIT_JOBS``, else the cores this process may use.
+        jobs: compilers run at once; None takes ``AWQJIT_JOBS``, else as many as cores and memory allow.
         show_progress: show a progress bar on stderr (needs rich).
 
     Returns:
@@ -242,26 +246,23 @@ def warm(
         AwqJitError: what :func:`choose` raises for the first problem that fails; the others are finished first.
     """
     wanted = problems(what, dtype) if isinstance(what, torch.nn.Module) else tuple(dict.fromkeys(what))
-    if jobs is None:
-        jobs = config.JOBS.read() or usable_cores()
-    if jobs < 1:
+    if jobs is not None and jobs < 1:
         raise ArgumentError("jobs", jobs, "at least 1")
     failure: AwqJitError | None = None
     done: list[Choice] = []
-    with progress.bar("compiling kernels", len(wanted), show_progress) as step, ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(choose, problem) for problem in wanted]:
-            try:
-                done.append(future.result())
-            except AwqJitError as error:
-                failure = failure or error
-            step()
+    # Without a number a slot has to be had for each compiler; threads beyond these would only wait.
+    pool = ThreadPoolExecutor(jobs or slots.most(), initializer=slots.choose, initargs=(jobs,))
+    with progress.bar("compiling kernels", len(wanted), show_progress) as step, pool:
+        try:
+            for future in [pool.submit(choose, problem) for problem in wanted]:
+                try:
+                    done.append(future.result())
+                except AwqJitError as error:
+                    failure = failure or error
+                step()
+        except BaseException:  # Ctrl-C: what has not begun is not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if failure is not None:
         raise failure
     return tuple(done)
-
-
-def usable_cores() -> int:
-    """CPU cores this process may run on: its affinity mask where the system has one."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import os
 import sys
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from awqjit.errors import LaunchError
+from awqjit import machine
+from awqjit.errors import ArgumentError, LaunchError
 from awqjit.spec import KernelSpec
 
 
@@ -30,7 +32,7 @@ class _Call(ctypes.Structure):
 
 
 class ForeignKernelError(OSError):
-    """A shared library was loaded that is not the kernel it was taken for."""
+    """A shared library is not the kernel it was taken for, or not one for this machine."""
 
 
 _in_forked_child = False
@@ -86,17 +88,26 @@ class CompiledKernel:
 
         Raises:
             OSError: it cannot be loaded.
-            ForeignKernelError: it is another kernel than ``spec``.
+            ForeignKernelError: it is another kernel than ``spec``, or one that this machine cannot run.
         """
+        # Selection has asked too. This is the last chance before an illegal instruction ends the process.
+        missing = machine.detect().missing(spec.target.features)
+        if missing is not None:
+            raise ForeignKernelError(f"{path} is not loaded: {missing}")
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        library.awqjit_slug.restype = ctypes.c_char_p
-        library.awqjit_scratch_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64)
-        library.awqjit_scratch_bytes.restype = ctypes.c_int64
-        library.awqjit_int4_mm.argtypes = (ctypes.POINTER(_Call),)
-        library.awqjit_int4_mm.restype = ctypes.c_int32
-        slug = library.awqjit_slug().decode()
-        if slug != spec.slug:
-            raise ForeignKernelError(f"{path} calls itself {slug}, wanted {spec.slug}")
+        try:
+            library.awqjit_slug.restype = ctypes.c_char_p
+            library.awqjit_scratch_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64)
+            library.awqjit_scratch_bytes.restype = ctypes.c_int64
+            library.awqjit_int4_mm.argtypes = (ctypes.POINTER(_Call),)
+            library.awqjit_int4_mm.restype = ctypes.c_int32
+            slug = library.awqjit_slug().decode("utf-8", "replace")
+            if slug != spec.slug:
+                raise ForeignKernelError(f"{path} calls itself {slug}, wanted {spec.slug}")
+        except (AttributeError, ForeignKernelError) as error:
+            # Closed, or the next library loaded from this path would be this one again.
+            _ctypes.dlclose(library._handle)
+            raise ForeignKernelError(str(error)) from None
         return cls(spec, path, library)
 
     @property
@@ -115,20 +126,21 @@ class CompiledKernel:
             [M, N] of x's dtype, contiguous.
 
         Raises:
+            ArgumentError: a tensor has no memory (its storage was resized to nothing).
             LaunchError: the thread pool reported an error.
         """
         rows = x.shape[0]
+        inputs = [None if tensor is None else tensor.data_ptr() for tensor in (x, weight, scales, zeros, bias)]
+        if 0 in inputs and rows:
+            name = ("x", "weight", "scales", "zeros", "bias")[inputs.index(0)]
+            raise ArgumentError(name, "a tensor whose storage has been freed", "one with memory")
         y = torch.empty((rows, self.spec.problem.n), dtype=x.dtype, device=x.device)
         # x.stride(0) means nothing with one row, and a stride of 0 is fine.
         threads = 1 if _in_forked_child else torch.get_num_threads()
         # torch aligns what it allocates to 64 bytes, as the kernel wants it.
         scratch = torch.empty(self.library.awqjit_scratch_bytes(rows, threads), dtype=torch.uint8, device=x.device)
         call = _Call(
-            x.data_ptr(),
-            weight.data_ptr(),
-            scales.data_ptr(),
-            None if zeros is None else zeros.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            *inputs,
             y.data_ptr(),
             scratch.data_ptr(),
             x.stride(0),

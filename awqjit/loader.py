@@ -132,10 +132,8 @@ def _part_shapes(module: nn.Linear, format: FormatConfig) -> dict[str, tuple[int
     """Shapes that a layer's int4 tensors have in the checkpoint."""
     k, n = module.in_features, module.out_features
     groups = ceil_div(k, resolve_group_size(format.group_size, k))
-    shapes: dict[str, tuple[int, ...]] = {"scales": (groups, n), "qzeros": (groups, ceil_div(n, 8))}
-    if format.method == "awq":
-        return shapes | {"qweight": (k, ceil_div(n, 8))}
-    return shapes | {"qweight": (ceil_div(k, 8), n), "g_idx": (k,)}
+    qweight = (k, ceil_div(n, 8)) if format.method == "awq" else (ceil_div(k, 8), n)
+    return {"qweight": qweight, "scales": (groups, n), "qzeros": (groups, ceil_div(n, 8)), "g_idx": (k,)}
 
 
 def load(

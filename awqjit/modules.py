@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from awqjit import ops  # noqa: F401  (registers torch.ops.awqjit)
-from awqjit.errors import ArgumentError
+from awqjit.errors import ArgumentError, FormatError
 from awqjit.formats import FormatConfig
 from awqjit.formats.awq import awq_to_standard, standard_to_awq
 from awqjit.formats.gptq import gptq_to_standard, standard_to_gptq
@@ -41,17 +41,29 @@ def to_checkpoint(weight: QuantizedWeight, format: FormatConfig) -> dict[str, Te
     return dict(zip(CHECKPOINT_NAMES[format.method], tensors, strict=True))
 
 
-def from_checkpoint(tensors: dict[str, Tensor], format: FormatConfig, group_size: int) -> QuantizedWeight:
+def from_checkpoint(
+    tensors: dict[str, Tensor], format: FormatConfig, group_size: int, *, act_order: bool = False
+) -> QuantizedWeight:
     """The canonical weight of one layer's checkpoint tensors, by their last names.
 
     Raises:
-        ArgumentError, FormatError: the tensors do not fit together, or are in a form that is not read.
+        ArgumentError, FormatError: the tensors do not fit together, are in a form that is not read, or hold scales
+            that are NaN or infinite.
     """
-    qweight, scales, qzeros = tensors["qweight"], tensors["scales"], tensors.get("qzeros")
+    qweight, scales, qzeros, g_idx = (tensors.get(name) for name in CHECKPOINT_NAMES["gptq"])
+    if qweight is None or scales is None:
+        raise ArgumentError("qweight, scales", "nothing", "both tensors")
+    if scales.is_floating_point() and not bool(torch.isfinite(scales).all()):
+        raise FormatError("a scale is NaN or infinite", "The checkpoint is damaged: fetch or quantize it again.")
     if format.method == "awq":
-        return awq_to_standard(qweight, scales, qzeros, group_size)
-    g_idx = tensors.get("g_idx")
-    return gptq_to_standard(qweight, scales, qzeros, group_size, v2=format.v2, sym=format.sym, g_idx=g_idx)
+        weight = awq_to_standard(qweight, scales, qzeros, group_size)
+        # AWQ has no act-order; some packers write the trivial g_idx all the same.
+        if g_idx is not None and not torch.equal(g_idx.long(), weight.row_groups().long()):
+            raise FormatError("an AWQ layer has a g_idx other than k // group_size", "Use the checkpoint's GPTQ form.")
+        return weight
+    return gptq_to_standard(
+        qweight, scales, qzeros, group_size, v2=format.v2, sym=format.sym, g_idx=g_idx, act_order=act_order
+    )
 
 
 class Int4Linear(nn.Module):
@@ -197,8 +209,14 @@ class Int4Linear(nn.Module):
         super()._apply(keep_dtype, recurse)
         return self
 
+    def _written_form(self) -> str:
+        return f"{self.format.method} ({self.format.version}) with group_size {self.group_size}"
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata["awqjit"] = self._written_form()
         for name, tensor in to_checkpoint(self.quantized(), self.format).items():
             destination[prefix + name] = tensor
 
@@ -216,6 +234,11 @@ class Int4Linear(nn.Module):
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in names}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        # The tensors of two versions, or of two group sizes, may have the same names and shapes.
+        written = local_metadata.get("awqjit", self._written_form())
+        if written != self._written_form():
+            error_msgs.append(f"{prefix.removesuffix('.')}: the state is of {written}, wanted {self._written_form()}")
+            return
         absent = [name for name in ("qweight", "scales") if name not in tensors]
         if not self.format.sym and "qzeros" not in tensors:
             absent.append("qzeros")
@@ -226,7 +249,7 @@ class Int4Linear(nn.Module):
         if device.type != "meta":  # a layer without memory takes the checkpoint's device, any other one keeps its own
             tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         try:
-            weight = from_checkpoint(tensors, self.format, self.group_size)
+            weight = from_checkpoint(tensors, self.format, self.group_size, act_order=True)
             if (weight.in_features, weight.out_features) != (self.in_features, self.out_features):
                 raise ArgumentError(
                     "qweight",

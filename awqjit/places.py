@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
+import shlex
 import shutil
 import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from awqjit import config
 from awqjit.errors import AwqJitWarning, NoCacheError
+
+_OTHER_TEMPORARY = ("/var/tmp", "/dev/shm")
+"""Where to look when the system's own temporary directory will not do."""
+
+_MAX_PATH = 4096 - 512
+"""Bytes of a place's path that leave room for a kernel's files and the compiler's temporary ones below PATH_MAX."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,13 @@ class Place:
     @property
     def baked(self) -> bool:
         return self.origin == "AWQJIT_CACHE_PATH"
+
+    @property
+    def use(self) -> str:
+        """What is done with it: "read and written", "read only" or "not used"."""
+        if not self.trusted:
+            return "not used"
+        return "read and written" if self.writable else "read only"
 
 
 def places() -> tuple[Place, ...]:
@@ -110,6 +125,47 @@ def build_directories(name: str) -> Iterator[tuple[Place, Path]]:
     yield Place(private, "private", trusted=True, writable=True), directory
 
 
+def loadable_directory(also: Iterable[Place] = ()) -> Path:
+    """Make a fresh directory that libraries can be loaded from: a temporary one if possible, else below a place.
+
+    A temporary directory that is missing, mounted ``noexec`` or open to others is passed over.
+
+    Args:
+        also: places to use, as far as they are writable, where no temporary directory will do.
+
+    Raises:
+        OSError: there is none; with all reasons.
+    """
+    reasons = []
+    for parent in _temporary_directories():
+        try:
+            path = Path(os.path.realpath(tempfile.mkdtemp(prefix="awqjit-", dir=parent)))
+        except OSError as error:
+            reasons.append(f"{parent}: {error.strerror}")
+            continue
+        reason = distrust(path) or _unloadable(path)
+        if not reason:
+            return path
+        path.rmdir()
+        reasons.append(reason)
+    for place in also:
+        if place.trusted and place.writable:
+            try:
+                place.path.mkdir(mode=0o755, parents=True, exist_ok=True)
+                path = place.path / f"build-{secrets.token_hex(8)}"  # a name that is swept if this process is killed
+                path.mkdir(mode=0o700)
+                return path
+            except OSError as error:
+                reasons.append(f"{place.path}: {error.strerror}")
+    raise OSError("; ".join(reasons))
+
+
+def _temporary_directories() -> Iterator[str]:
+    with suppress(OSError):
+        yield tempfile.gettempdir()
+    yield from _OTHER_TEMPORARY
+
+
 def distrust(path: Path) -> str:
     """Why a file or directory cannot be trusted, or "" if it can.
 
@@ -139,12 +195,15 @@ def _distrust_one(part: Path, status: os.stat_result, target: bool) -> str:
     if not target and not stat.S_ISDIR(status.st_mode):
         return f"{part} is not a directory"
     if status.st_uid not in (os.geteuid(), 0):
-        return f"{part} belongs to another user (uid {status.st_uid})"
+        return f"{part} belongs to another user (uid {status.st_uid}): name a directory that belongs to you or root"
     sticky = bool(status.st_mode & stat.S_ISVTX) and not target
     if status.st_mode & stat.S_IWOTH and not sticky:
-        return f"{part} can be written by everyone"
+        return f"{part} can be written by everyone: chmod o-w {shlex.quote(str(part))}"
     if status.st_mode & stat.S_IWGRP and not sticky and status.st_gid not in (os.getegid(), os.getgid(), 0):
-        return f"{part} can be written by a group (gid {status.st_gid}) that is not this user's own"
+        return (
+            f"{part} can be written by a group (gid {status.st_gid}) that is not this user's own: "
+            f"chmod g-w {shlex.quote(str(part))}"
+        )
     return ""
 
 
@@ -153,6 +212,20 @@ def warn_once(about: str, text: str) -> None:
     if about not in _warned:
         _warned.add(about)
         warnings.warn(text, AwqJitWarning, stacklevel=3)
+
+
+def warn_of_refused(searched: Iterable[Place]) -> None:
+    """Warn of the places that were named in a variable and are not trusted; once each."""
+    searched = tuple(searched)
+    instead = [place.path for place in searched if place.origin == "user cache" and place.trusted and place.writable]
+    for place in searched:
+        if place.trusted:
+            continue
+        if place.baked:
+            warn_once(f"baked {place.path}", f"AWQJIT_CACHE_PATH: {place.path} is not used: {place.reason}")
+        elif place.origin == "AWQJIT_CACHE_DIR" and instead:  # else the warning of a temporary directory says it
+            text = f"AWQJIT_CACHE_DIR={place.path} is not used: {place.reason}; kernels go to {instead[0]}"
+            warn_once("refused", text)
 
 
 def remove_at_exit(path: Path) -> None:
@@ -183,12 +256,24 @@ def _place(path: Path, origin: str) -> Place:
             return Place(real, origin, False, False, "does not exist")
     except OSError as error:
         return Place(real, origin, False, False, f"cannot be examined: {error.strerror}")
-    reason = distrust(real)
+    reason = distrust(real) or _unloadable(real)
     if reason or baked:
         return Place(real, origin, not reason, False, reason)
     nearest = next(part for part in (real, *real.parents) if part.exists())
     writable = os.access(nearest, os.W_OK | os.X_OK)
     return Place(real, origin, True, writable, "" if writable else f"{nearest} cannot be written")
+
+
+def _unloadable(path: Path) -> str:
+    """Why no library can be loaded from files below a directory, which need not exist, or "" if one may."""
+    if len(os.fsencode(path)) > _MAX_PATH:
+        return f"its path is longer than {_MAX_PATH} bytes"
+    nearest = next(part for part in (path, *path.parents) if part.exists())
+    try:
+        noexec = bool(os.statvfs(nearest).f_flag & getattr(os, "ST_NOEXEC", 0))
+    except OSError:
+        return ""
+    return f"{nearest} is on a file system mounted noexec, from which no library can be loaded" if noexec else ""
 
 
 class _Private:
@@ -210,7 +295,7 @@ class _Private:
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             path = self.current()
             if path is None:
-                path = Path(os.path.realpath(tempfile.mkdtemp(prefix="awqjit-")))
+                path = loadable_directory()
                 self._made = (os.getpid(), path)
                 remove_at_exit(path)
             return path

@@ -28,6 +28,9 @@ _CHUNK = 32_767
 """Weights handled at a time: the temporaries stay in a core's cache, and torch does not split so small an operation
 over threads, whose meeting would cost more than the work."""
 
+_LARGEST_STEP = 65504.0  # of fp16
+_LEAST_VALUE = 2.0**-20  # a weight without a larger one would become nothing but zeros and the smallest steps of fp16
+
 _ROUND = 1.5 * 2.0**23
 """Adding and subtracting it rounds an fp32 below 2**22 in magnitude half to even; torch.round always wakes threads."""
 
@@ -69,9 +72,13 @@ def _candidate(low: Tensor, high: Tensor, share: float, symmetric: bool) -> tupl
     return step, (-low * share / step).round_().clamp_(0, 15)
 
 
+def _range(chunk: Tensor) -> tuple[Tensor, Tensor]:
+    """low <= 0 <= high of each group."""
+    return chunk.amin(1, keepdim=True).clamp_(max=0), chunk.amax(1, keepdim=True).clamp_(min=0)
+
+
 def _search(chunk: Tensor, symmetric: bool, shares: tuple[float, ...]) -> _Best:
-    low = chunk.amin(1, keepdim=True).clamp_(max=0)
-    high = chunk.amax(1, keepdim=True).clamp_(min=0)
+    low, high = _range(chunk)
     best = _Best(*(torch.full_like(low, value) for value in (SMALLEST_STEP, SYMMETRIC_ZERO, torch.inf)))
     for share in shares:
         _try(chunk, *_candidate(low, high, share, symmetric), best)
@@ -107,6 +114,9 @@ def quantize_weight(
     group = k if group_size == -1 else group_size
     if group < 1 or k % group:
         raise ArgumentError("group_size", group_size, f"-1 or a divisor of in_features={k}")
+    largest = float(weight.abs().max())
+    if 0 < largest < _LEAST_VALUE:
+        raise ArgumentError("weight", f"values up to {largest:.3g}", "a weight whose scales fit fp16")
     shares = SHARES if clip_search else (1.0,)
     groups = weight.reshape(-1, group)
     rows = max(1, _CHUNK // group)
@@ -118,10 +128,12 @@ def quantize_weight(
         chunk = groups[part].to(torch.float32)
         if not bool(torch.isfinite(chunk).all()):
             raise ArgumentError("weight", "NaN or infinity", "finite values")
+        # The step of a group's full range decides: a search must not end with a small step where the right one is too
+        # large for fp16.
+        widest = _candidate(*_range(chunk), 1.0, symmetric)[0]
+        if bool((widest > _LARGEST_STEP).any()):
+            raise ArgumentError("weight", f"values up to {chunk.abs().max():.3g}", "groups whose scale fits fp16")
         best = _search(chunk, symmetric, shares)
-        # A step beyond fp16 becomes infinite and its error NaN or infinite, so that nothing was better than the start.
-        if not bool(torch.isfinite(best.error).all()):
-            raise ArgumentError("weight", f"values up to {chunk.abs().max():.3g}", "values whose scale fits fp16")
         values[part] = _levels(chunk, best.step, best.zero).add_(best.zero).to(torch.uint8)
         steps[part], zeros[part] = best.step, best.zero.to(torch.uint8)
     by_group = (n, k // group)

@@ -18,6 +18,7 @@ import secrets
 import shlex
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ SOURCE, LIBRARY, LOG, META = "kernel.cpp", "kernel.so", "build.log", "meta.json"
 
 _SLUG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,159}")
 _HASH = re.compile(r"[0-9a-f]{16}")
-_DAY = 24 * 3600
+_HOUR = 3600
+_DAY = 24 * _HOUR
 _KEPT_SECONDS = {"build": _DAY, "stale": _DAY, "own": 30 * _DAY, "failed": 30 * _DAY}
 """Kinds of directories that are not there to stay, and the age at which nobody can be using them any more. "build":
 being built; "stale": damaged and set aside; "own": sound, but another process was first, so only its builder uses it;
@@ -68,7 +70,7 @@ class Request:
         """What a stored kernel must agree with. Without a compiler any compiler's work for this machine will do."""
         wanted: dict[str, object] = {
             "schema": SCHEMA,
-            "source_sha256": _digest(self.source.encode("utf-8")),
+            "source_sha256": digest(self.source.encode("utf-8")),
             "command": list(toolchain.neutral_command(self.flags)),
             "machine": platform.machine(),
         }
@@ -78,8 +80,21 @@ class Request:
 
     def directory_name(self, compiler: toolchain.Compiler) -> str:
         """``<slug>-<hash>``; the hash is over schema, source, command, machine and compiler."""
-        text = json.dumps(self.identity(compiler), sort_keys=True, ensure_ascii=True)
-        return f"{self.slug}-{_digest(text.encode('ascii'))[:16]}"
+        return named(self.slug, self.identity(compiler))
+
+
+def named(slug: str, identity: dict[str, object]) -> str:
+    """Name of the directory of a kernel with this slug and :meth:`Request.identity`."""
+    text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
+    return f"{slug}-{digest(text.encode('ascii'))[:16]}"
+
+
+def kind_of(name: str) -> str | None:
+    """What a directory in a place is by its name: "kernel", one of those in passing, or None: not of the cache."""
+    if name[-17:-16] != "-" or not _HASH.fullmatch(name[-16:]):
+        return None
+    first = name.partition("-")[0]
+    return first if first in _KEPT_SECONDS else "kernel"
 
 
 def passing_name(kind: str) -> str:
@@ -90,7 +105,7 @@ def passing_name(kind: str) -> str:
 def is_other(directory: Path, wanted: dict[str, object]) -> bool:
     """Whether a directory says of itself that it holds another kernel than the wanted one. False if it says nothing."""
     try:
-        meta = _read_meta(directory)
+        meta = read_meta(directory)
     except (OSError, ValueError, RecursionError):
         return False
     return any(meta.get(name, value) != value for name, value in wanted.items())
@@ -117,19 +132,19 @@ def check(directory: Path, wanted: dict[str, object]) -> str:
     if reason:
         return reason
     try:
-        meta = _read_meta(directory)
+        meta = read_meta(directory)
         for name, value in wanted.items():
             if meta.get(name) != value:
                 return f"{META} has another {name}"
-        size, digest = meta.get("size"), meta.get("sha256")
-        if not isinstance(size, int) or not isinstance(digest, str):
+        size, wanted_digest = meta.get("size"), meta.get("sha256")
+        if not isinstance(size, int) or not isinstance(wanted_digest, str):
             return f"{META} has no size and sha256"
         content = _read(library, size)
     except (OSError, ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     if len(content) != size:
         return f"{LIBRARY} has {len(content)} bytes instead of {size}"
-    return "" if _digest(content) == digest else f"{LIBRARY} does not have the sha256 of {META}"
+    return "" if digest(content) == wanted_digest else f"{LIBRARY} does not have the sha256 of {META}"
 
 
 def seal(directory: Path, request: Request, compiler: toolchain.Compiler, log: str, seconds: float) -> None:
@@ -145,7 +160,7 @@ def seal(directory: Path, request: Request, compiler: toolchain.Compiler, log: s
         "slug": request.slug,
         "compiler_file": toolchain.file_stamp(compiler.argv),
         "size": len(content),
-        "sha256": _digest(content),
+        "sha256": digest(content),
         "seconds": round(seconds, 3),
     }
     write_log(directory, toolchain.relative_command(compiler, request.flags, directory / SOURCE, library), log)
@@ -169,12 +184,16 @@ def publish(built: Path, target: Path, wanted: dict[str, object]) -> Path:
 
     What lies under the name already is left alone if it is sound: then the caller's own build is used from where
     it is. If it is not, it is renamed aside first, as a whole.
+
+    Raises:
+        OSError: the file system has lost the build.
     """
+    renamed = False
     for _ in range(3):
         try:
             os.rename(built, target)
-            _sync(target.parent)
-            return target
+            renamed = True
+            break
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
                 logger.warning("cannot rename %s to %s: %s", built, target, error)
@@ -182,12 +201,31 @@ def publish(built: Path, target: Path, wanted: dict[str, object]) -> Path:
         if not check(target, wanted):
             break
         _set_aside(target, wanted)
+    # On a network a rename can fail although it was done (the answer was lost) or be done and not be seen yet: look.
+    if (renamed or not _is_there(built)) and _appears(target, wanted):
+        with suppress(OSError):
+            _sync(target.parent)
+        return target
     own = target.with_name(passing_name("own"))
-    try:
+    with suppress(OSError):
         os.rename(built, own)
-    except OSError:
-        return built
-    return own
+    for used in (own, built):
+        if _is_there(used):
+            return used
+    raise OSError(errno.ESTALE, "neither there after a rename nor where it was", str(target))
+
+
+def _is_there(directory: Path) -> bool:
+    return os.path.lexists(directory / LIBRARY)
+
+
+def _appears(directory: Path, wanted: dict[str, object]) -> bool:
+    """Whether a kernel that was just renamed is to be seen, at the latest after a second."""
+    for pause in (0.0, 0.01, 0.05, 0.2, 0.74):
+        time.sleep(pause)
+        if not check(directory, wanted):
+            return True
+    return False
 
 
 def keep_failed(built: Path, target: Path) -> Path:
@@ -262,11 +300,39 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _digest(content: bytes) -> str:
+def retire(directory: Path) -> None:
+    """Remove a published kernel: out of sight by one rename, so that nobody finds half of it. It may be mapped.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    aside = directory.with_name(passing_name("stale"))
+    os.rename(directory, aside)
+    remove(aside)
+
+
+def note_use(directory: Path) -> None:
+    """Record that a kernel is used now, as the time of change of meta.json: its bytes stay, and nobody maps it.
+
+    Once an hour is enough. Where it is not possible (read-only, another user's), nothing is recorded.
+    """
+    meta = directory / META
+    with suppress(OSError):
+        if abs(time.time() - os.stat(meta).st_mtime) > _HOUR:
+            os.utime(meta)
+
+
+def digest(content: bytes) -> str:
+    """SHA-256 in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
-def _read_meta(directory: Path) -> dict[str, object]:
+def read_meta(directory: Path) -> dict[str, object]:
+    """meta.json of a kernel's directory.
+
+    Raises:
+        OSError, ValueError, RecursionError: it cannot be read, or is not a JSON object.
+    """
     meta = json.loads(_read(directory / META, _MAX_META))
     if not isinstance(meta, dict):
         raise ValueError(f"{META} is not an object")

@@ -15,12 +15,11 @@ import platform
 import shlex
 import shutil
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from awqjit import child, config
+from awqjit import child, config, places
 from awqjit.errors import ArgumentError, CompileError, NoCompilerError
 
 BASE_FLAGS: tuple[str, ...] = (
@@ -111,19 +110,41 @@ def find_compiler() -> Compiler:
             candidate: it is never replaced by another one.
     """
     key = (config.CXX.read(), os.environ.get("CXX"), os.environ.get("PATH"), os.environ.get("TMPDIR"))
-    if key not in _found:
+    found = _found.get(key)
+    if found is None:
         with _lock():
-            if key not in _found:
-                _found[key] = _first_working(candidates())
-    found = _found[key]
+            found = _found.get(key)
+            if found is None:
+                found = _found[key] = _first_working(candidates())
     if isinstance(found, Compiler):
         return found
     raise NoCompilerError(found)
 
 
+def survey() -> tuple[tuple[Candidate, Compiler | str], ...]:
+    """Every candidate with the compiler it proves to be, or why it is not used. Tried afresh, up to a success."""
+    found: list[tuple[Candidate, Compiler | str]] = []
+    working: Candidate | None = None
+    for candidate in candidates():
+        if working is not None:
+            found.append((candidate, f"not tried: {working.origin} works"))
+            continue
+        try:
+            found.append((candidate, _probe(candidate)))
+            working = candidate
+        except _ProbeError as error:
+            found.append((candidate, str(error)))
+    return tuple(found)
+
+
 def forget() -> None:
     """Forget what :func:`find_compiler` found, for example after a compiler was installed."""
     _found.clear()
+
+
+def is_there(compiler: Compiler) -> bool:
+    """Whether a compiler that was found can still be started: an upgrade or a purge may have taken it away."""
+    return shutil.which(compiler.argv[0]) is not None
 
 
 def neutral_command(flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,10 +273,15 @@ def _probe(candidate: Candidate) -> Compiler:
     if shutil.which(candidate.argv[0]) is None:
         raise _ProbeError("not found, or not an executable file")
     try:
-        with tempfile.TemporaryDirectory(prefix="awqjit-probe-", ignore_cleanup_errors=True) as scratch:
-            return _probe_in(Path(scratch), candidate)
+        scratch = places.loadable_directory(places.places())
     except OSError as error:
         raise _ProbeError(f"no temporary directory to try it in ({error}); set TMPDIR") from None
+    try:
+        return _probe_in(scratch, candidate)
+    except OSError as error:
+        raise _ProbeError(f"cannot be tried in {scratch}: {error}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _probe_in(scratch: Path, candidate: Candidate) -> Compiler:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from awqjit import jit, machine, toolchain
+from awqjit import machine, slots, toolchain
 from awqjit.errors import NoCompilerError
 from awqjit.spec import Problem, act_bits_of
 from awqjit.version import __version__
@@ -57,7 +57,7 @@ def stamp() -> dict[str, Any]:
         "cpu": here.cpu,
         "cpu_family_model": _family_model(),
         "features": sorted(here.features),
-        "usable_cores": jit.usable_cores(),
+        "usable_cores": slots.usable_cores(),
         "threads": torch.get_num_threads(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "system": f"{here.system} {here.architecture}",

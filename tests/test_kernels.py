@@ -14,6 +14,7 @@ from rows import ALL, CASES, COMPILED, Case, forced, mm, packed, poisoned_memory
 from strategies import SEEDS, ZERO_KINDS, RawWeight, Shape, activations, biases, weights
 
 from awqjit import jit
+from awqjit.errors import ArgumentError
 
 EXAMPLES = 12
 
@@ -175,3 +176,41 @@ def test_a_bad_row_spoils_no_other(row: str, act_bits: int) -> None:
             assert not y[:2].isfinite().any() or act_bits == 16
             assert y[1].isnan().all()
             assert torch.equal(y[2:], clean[2:])
+
+
+@int8_rows
+def test_flush_to_zero_in_some_threads_changes_nothing(row: str) -> None:
+    """torch.set_flush_denormal sets one thread's mode, and any thread may run any job."""
+    torch.manual_seed(3)
+    shape = Shape(264, 72, 128)
+    q = torch.randint(0, 16, (shape.k, shape.n), dtype=torch.uint8)
+    s = torch.randn(shape.groups, shape.n) * 2.0**-126
+    x = torch.randn(40, shape.k) * 2.0**-4
+    weight = packed(RawWeight(shape, q, None, s, "subnormal results"))
+    wanted = w4a8_bits(x, q, None, s, shape.group)
+    assert (wanted.abs() < 2.0**-126).any() and wanted.any()
+    with forced(row), threads(2):
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this CPU has no such mode")
+        try:
+            results = [mm(x[:m], weight, None, 8) for m in (1, 5, 40) for _ in range(5)]
+            flushed = torch.tensor([2.0**-140]) * torch.tensor([1.0])
+        finally:
+            torch.set_flush_denormal(False)
+        assert flushed.item() == 0, "a kernel has changed the caller's mode"
+        assert all(same(y, wanted[: y.shape[0]]) for y in results)
+
+
+@compiled_rows
+@pytest.mark.parametrize("name", ["x", "weight", "scales", "zeros", "bias"])
+def test_freed_memory_is_refused(row: str, act_bits: int, name: str) -> None:
+    shape = Shape(32, 16, 32)
+    q, z = (torch.full(size, 3, dtype=torch.uint8) for size in ((shape.k, shape.n), (1, shape.n)))
+    weight = packed(RawWeight(shape, q, z, torch.ones(1, shape.n), "freed"))
+    tensors = {"x": torch.ones(2, shape.k), "bias": torch.ones(shape.n)}
+    tensors |= {part: getattr(weight, part) for part in ("weight", "scales", "zeros")}
+    with forced(row):
+        mm(tensors["x"], weight, tensors["bias"], act_bits)
+        tensors[name].untyped_storage().resize_(0)
+        with pytest.raises(ArgumentError, match=f"^{name}: got a tensor whose storage has been freed"):
+            mm(tensors["x"], weight, tensors["bias"], act_bits)

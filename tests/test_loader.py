@@ -19,7 +19,7 @@ from models import edit_config, edit_tensors, tensors, write_float  # noqa: E402
 
 import awqjit  # noqa: E402
 from awqjit import config  # noqa: E402
-from awqjit.errors import AwqJitWarning, CheckpointMismatchError, FormatError  # noqa: E402
+from awqjit.errors import ArgumentError, AwqJitWarning, CheckpointMismatchError, FormatError  # noqa: E402
 from awqjit.formats.awq import awq_to_standard  # noqa: E402
 from awqjit.formats.gptq import standard_to_gptq  # noqa: E402
 from awqjit.integrations.gguf_file import GgufSource, find, pair_halves, transformers_name  # noqa: E402
@@ -309,6 +309,7 @@ def test_a_full_destination_is_left_alone_unless_forced(folders: dict[str, Path]
     with pytest.raises(awqjit.errors.ArgumentError, match="not empty"):
         quantize_folder(folders["llama"], tmp_path / "out", group_size=32, show_progress=False)
     assert (tmp_path / "out/mine.txt").read_text() == "keep me"
+    (tmp_path / "out/config.json").write_text("{}")  # now it looks like a model
     quantize_folder(folders["llama"], tmp_path / "out", group_size=32, force=True, show_progress=False)
     assert not (tmp_path / "out/mine.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -368,3 +369,44 @@ def test_gguf_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         GgufSource.open(tmp_path / "b.gguf", heads={})
     with pytest.raises(FormatError, match="several GGUF files"):
         find(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_refused_by_name(copy_of: Callable[[str], Path], value: float) -> None:
+    folder = copy_of("llama-awq")
+    name = "model.layers.0.mlp.up_proj.scales"
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, 0] = value
+
+    edit_tensors(folder, damage)
+    with pytest.raises(FormatError, match="up_proj cannot be read: a scale is NaN or infinite"):
+        load(folder)
+
+
+def test_awq_layers_may_carry_a_trivial_g_idx(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("llama-awq")
+    name, k = "model.layers.0.mlp.up_proj", 64
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{name}.g_idx"] = (torch.arange(k) // 32).int()
+
+    expected = load(folder)
+    edit_tensors(folder, add)
+    found = load(folder)
+    ids = torch.arange(8)[None]
+    assert torch.equal(found(ids).logits, expected(ids).logits)
+    edit_tensors(folder, lambda tensors: tensors[f"{name}.g_idx"].copy_(torch.arange(k).int() % 2))
+    with pytest.raises(FormatError, match="g_idx other than"):
+        load(folder)
+
+
+def test_force_never_deletes_the_source_or_what_is_no_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    parent = tmp_path / "models"
+    source = write_float(parent / "llama")
+    (parent / "precious.txt").write_text("mine")
+    with pytest.raises(ArgumentError, match="destination"):
+        quantize_folder(source, parent, group_size=32, force=True, show_progress=False)
+    with pytest.raises(ArgumentError, match="holds more than a model"):
+        quantize_folder(folders["qwen2"], parent, group_size=32, force=True, show_progress=False)
+    assert (parent / "precious.txt").read_text() == "mine" and (source / "config.json").exists()

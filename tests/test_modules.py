@@ -306,3 +306,23 @@ def test_the_problems_of_a_model_are_those_of_its_layers() -> None:
     )
     with pytest.raises(ArgumentError, match="the model has no parameter"):
         jit.problems(nn.Sequential(layer_of("awq")))
+
+
+def test_an_act_order_gptq_layer_reads_what_it_writes() -> None:
+    g_idx = (torch.argsort(PERMUTED) // G).int()
+    weight = QuantizedWeight(pack_nibbles(RAW.q), RAW.s, RAW.z, G, K, N, g_idx)
+    layer = Int4Linear.from_quantized(weight, format=GPTQ_V1)
+    other = other_layer("gptq")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.state_dict()["g_idx"], g_idx)
+    assert torch.equal(other(X), layer(X))
+
+
+@pytest.mark.parametrize(("one", "two"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
+def test_a_state_of_another_gptq_version_is_refused(one: str, two: str) -> None:
+    """Both versions have tensors of the same names and shapes; their zero points differ by one."""
+    layer = other_layer(two)
+    before = layer(X)
+    with pytest.raises(RuntimeError, match="the state is of gptq .*wanted gptq"):
+        layer.load_state_dict(layer_of(one).state_dict())
+    assert torch.equal(layer(X), before)

@@ -8,6 +8,7 @@ import os
 import pickle
 import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from compilers import REAL, counting, number_of, number_source, script
 
-from awqjit import child, toolchain
+from awqjit import child, places, toolchain
 from awqjit.errors import ArgumentError, CompileError, NoCompilerError
 
 needs_compiler = pytest.mark.skipif(not REAL, reason="needs g++ or clang++")
@@ -157,9 +158,9 @@ def test_a_system_that_forbids_starting_programs_has_no_compiler(monkeypatch: py
 
 @needs_compiler
 def test_no_temporary_directory_is_a_reason_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    monkeypatch.setattr(places, "_OTHER_TEMPORARY", ())
+    monkeypatch.setattr(places, "places", lambda: ())
     with pytest.raises(NoCompilerError, match="TMPDIR"):
         toolchain.find_compiler()
 

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import json
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from awqjit.cli.cache import app as cache_app
+from awqjit.cli.common import Compute, ComputeOption, Dtype, DtypeOption, Folder, JsonOption, print_json, table_of
 from awqjit.spec import Problem
 from awqjit.version import __version__
 
@@ -22,39 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-
-class Compute(str, Enum):
-    """Compute modes."""
-
-    w4a16 = "w4a16"
-    w4a8 = "w4a8"
-
-
-class Dtype(str, Enum):
-    """Dtypes of activations."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-    auto = "auto"
-
-
-Folder = Annotated[str, typer.Argument(help="Folder of an AWQ or GPTQ model, or its id on the Hugging Face hub.")]
-ComputeOption = Annotated[Compute, typer.Option(help="w4a16: activations as they are; w4a8: rounded to int8.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of activations and float layers; auto: the model's own.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+app.add_typer(cache_app, name="cache")
 
 
 def _version(wanted: bool) -> None:
@@ -83,7 +50,7 @@ def demo(
 
     result = run(model, compute.value, quiet=as_json)
     if as_json:
-        _print_json(result.to_dict())
+        print_json(result.to_dict())
     else:
         Console().print(result.table())
         for note in result.notes:
@@ -112,7 +79,7 @@ def generate(
     show = (lambda text: None) if as_json else (lambda text: print(text, end="", flush=True))
     run = stream(model, tokenizer, prompt, max_new_tokens=max_new_tokens, write=show, raw=raw)
     if as_json:
-        _print_json(run.to_dict())
+        print_json(run.to_dict())
     else:
         print()
 
@@ -142,20 +109,16 @@ def quantize(
 
 @app.command()
 def info(as_json: JsonOption = False) -> None:
-    """Show versions, CPU, compiler, caches, threads and settings."""
-    from awqjit.cli.info import collect
+    """Show versions, CPU and kernel rows, compilers, caches, threads and settings, each with the reason why."""
+    from awqjit.cli.info import collect, lines
 
     found = collect()
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
-    table = _table(f"awqjit {__version__}", "what", "value")
-    for section, values in found.items():
-        rows = values if isinstance(values, list) else [values]
-        for row in rows:
-            for key, value in row.items():
-                text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-                table.add_row(f"{section}: {key}", escape(text))
+    table = table_of(f"awqjit {__version__}", "what", "value")
+    for what, value in lines(found):
+        table.add_row(what, escape(value))
     Console().print(table)
 
 
@@ -183,10 +146,10 @@ def explain(
         raise typer.BadParameter("give K and N, or a folder")
     rows = explain_problems(problems)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     for row in rows:
-        table = _table(row["problem"], "kernel", "chosen", "reason")
+        table = table_of(row["problem"], "kernel", "chosen", "reason")
         for verdict in row["rows"]:
             table.add_row(verdict["kernel"], "yes" if verdict["chosen"] else "", escape(verdict["reason"]))
         Console().print(table)
@@ -198,7 +161,7 @@ def warm(folder: Folder, compute: ComputeOption = Compute.w4a16, dtype: DtypeOpt
     from awqjit import jit
     from awqjit.cli.info import folder_problems
 
-    table = _table("kernels", "problem", "kernel", "from", "compiled in", "ready in")
+    table = table_of("kernels", "problem", "kernel", "from", "compiled in", "ready in")
     for choice in jit.warm(folder_problems(folder, compute.value, dtype.value)):
         table.add_row(
             choice.problem.slug,

@@ -7,16 +7,18 @@ import importlib.metadata
 import os
 import platform
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from awqjit import config, jit, machine, places, select, toolchain
+from awqjit import config, jit, machine, places, select, slots, toolchain, upkeep
 from awqjit.errors import ArgumentError, ConfigError, NoCompilerError
-from awqjit.spec import Problem, act_bits_of
+from awqjit.spec import COMPUTE, Problem, act_bits_of
 from awqjit.weight import resolve_group_size
 
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "jinja2", "gguf", "typer", "rich")
 
 
@@ -25,11 +27,23 @@ def collect() -> dict[str, Any]:
     return {
         "version": _versions(),
         "cpu": _cpu(),
-        "compiler": _compiler(),
+        "kernel": _rows(),
+        "compiler": _compilers(),
         "cache": _caches(),
-        "threads": {"torch": torch.get_num_threads(), "usable cores": jit.usable_cores()},
+        "threads": _threads(),
         "setting": {variable.name: _value(variable) for variable in config.VARIABLES},
     }
+
+
+def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What :func:`collect` gave, one line for each value: "section: key" and text."""
+    for section, values in found.items():
+        for row in values if isinstance(values, list) else [values]:
+            for key, value in row.items():
+                if isinstance(value, dict):
+                    yield from ((f"{section}: {key}: {part}", str(text)) for part, text in value.items())
+                else:
+                    yield f"{section}: {key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _versions() -> dict[str, str]:
@@ -43,6 +57,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu() -> dict[str, Any]:
+    """The CPU, and for each level of ``AWQJIT_MAX_ISA`` "on" or why not."""
     try:
         here = machine.detect()
     except ConfigError as error:
@@ -52,32 +67,66 @@ def _cpu() -> dict[str, Any]:
         "architecture": here.architecture,
         "features": sorted(here.features),
         "capped at": here.max_isa or "no cap",
-        "levels": [name for name, _ in machine.ISA_LEVELS],
+        "levels": {name: here.missing(features) or "on" for name, features in machine.ISA_LEVELS},
     }
 
 
-def _compiler() -> dict[str, Any]:
+def _rows() -> dict[str, str]:
+    """For each row of the selection table "on", with its compute modes, or why the CPU cannot run it."""
     try:
-        found = toolchain.find_compiler()
-    except NoCompilerError as error:
+        here = machine.detect()
+    except ConfigError as error:
         return {"error": str(error)}
-    return {"command": shlex.join(found.argv), "kind": found.kind, "version": found.version}
+    found = {}
+    for row in select.ROWS:
+        modes = row.target.act_bits if row.target else COMPUTE.values()
+        # Of a shape that every row takes: what is left is the machine.
+        asked = {bits: row.accepts(Problem(64, 16, 32, "bf16", "fp16", True, False, bits), here) for bits in modes}
+        served = [f"w4a{bits}" for bits, reason in asked.items() if reason is None]
+        found[row.name] = f"on for {' and '.join(served)}" if served else str(next(iter(asked.values())))
+    return found
+
+
+def _compilers() -> list[dict[str, Any]]:
+    """Every candidate, in the order they are tried: what it is, or why it is not used."""
+    try:
+        if not config.JIT.read():
+            return [{"none": f"{config.JIT.name}=0 forbids compiling"}]
+    except ConfigError as error:
+        return [{"error": str(error)}]
+    found = []
+    for candidate, answer in toolchain.survey():
+        text = f"used: {answer.kind} {answer.version}" if isinstance(answer, toolchain.Compiler) else answer
+        found.append({candidate.origin: f"{shlex.join(candidate.argv)}: {text}"})
+    return found
 
 
 def _caches() -> list[dict[str, Any]]:
     try:
-        return [
-            {str(place.path): f"{place.origin}; {_use(place)}{f' ({place.reason})' if place.reason else ''}"}
-            for place in places.places()
-        ]
+        found = places.places()
     except ConfigError as error:
         return [{"error": str(error)}]
+    rows = []
+    for place in found:
+        stored = upkeep.items(place.path)
+        held = f"entries: {len(stored)}, {sum(item.bytes for item in stored) / 1e6:.1f} MB"
+        reason = f" ({place.reason})" if place.reason else ""
+        rows.append({str(place.path): f"{place.origin}; {place.use}{reason}; {held}"})
+    return rows
 
 
-def _use(place: places.Place) -> str:
-    if not place.trusted:
-        return "not used"
-    return "read and written" if place.writable else "read only"
+def _threads() -> dict[str, Any]:
+    backend = torch.__config__.parallel_info().partition("ATen parallel backend: ")[2]
+    found: dict[str, Any] = {
+        "torch": torch.get_num_threads(),
+        "pool": backend.partition("\n")[0] or "unknown",
+        "usable cores": slots.usable_cores(),
+    }
+    try:
+        found["compilers at once"] = slots.most()
+    except ConfigError as error:
+        found["compilers at once"] = str(error)
+    return found | {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
 
 
 def _value(variable: config.Variable) -> str:
@@ -127,6 +176,21 @@ def folder_problems(folder: str, compute: str, dtype: str) -> tuple[Problem, ...
     from awqjit.integrations.transformers import from_pretrained
 
     return jit.problems(from_pretrained(folder, dtype=dtype, compute=compute))
+
+
+def baking_problems(folders: Sequence[str], computes: Sequence[str], dtypes: Sequence[str]) -> tuple[Problem, ...]:
+    """The distinct problems of several models, for every compute mode and dtype of x ("auto": each model's own)."""
+    from awqjit.integrations.transformers import from_pretrained, resolve_dtype
+
+    found = []
+    for folder in folders:
+        model = from_pretrained(folder, dtype="auto")
+        for dtype in dtypes:
+            activations = None if dtype == "auto" else resolve_dtype(dtype, None)
+            for problem in jit.problems(model, activations):
+                found += [replace(problem, act_bits=act_bits_of(compute)) for compute in computes]
+        del model  # before the next one is loaded
+    return tuple(dict.fromkeys(found))
 
 
 def explain_problems(problems: Iterable[Problem]) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def standard_to_awq(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
     if n % 8:
         raise FormatError(
             f"AWQ packs 8 columns into a word, and out_features {n} is not a multiple of 8",
-            "Store this layer as float or in the GPTQ form.",
+            "Store this layer as float.",
         )
     if not weight.in_group_order():
         raise FormatError("AWQ has no act-order (g_idx)", "Store this layer in the GPTQ form.")

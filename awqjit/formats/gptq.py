@@ -44,6 +44,7 @@ def gptq_to_standard(
     v2: bool,
     sym: bool,
     g_idx: Tensor | None = None,
+    act_order: bool = False,
 ) -> QuantizedWeight:
     """One GPTQ layer as a canonical weight. No value changes; qweight is taken as it is, without a copy.
 
@@ -57,7 +58,8 @@ def gptq_to_standard(
         group_size: rows that share a scale; -1, or more than K, for all K.
         v2: whether the checkpoint is labelled version 2.
         sym: whether the checkpoint is labelled symmetric.
-        g_idx: int32 or int64 [K], the group of each row; must be k // group_size.
+        g_idx: int32 or int64 [K], the group of each row; must be k // group_size unless ``act_order``.
+        act_order: keep a g_idx in another order.
 
     Returns:
         The canonical weight; ``zeros`` is None only if ``qzeros`` is.
@@ -78,7 +80,9 @@ def gptq_to_standard(
     check_tensor("scales", scales, (groups, n), *SCALE_DTYPES)
     if g_idx is not None:
         check_tensor("g_idx", g_idx, (k,), torch.int32, torch.int64)
-        if not torch.equal(g_idx.long(), torch.arange(k, device=g_idx.device) // group_size):
+        if torch.equal(g_idx.long(), torch.arange(k, device=g_idx.device) // group_size):
+            g_idx = None
+        elif not act_order:
             raise FormatError(
                 "the rows are in act-order (desc_act, a g_idx other than k // group_size), which is not supported",
                 "Use a checkpoint made with desc_act=false.",
@@ -96,6 +100,7 @@ def gptq_to_standard(
         group_size=group_size,
         in_features=k,
         out_features=n,
+        g_idx=None if g_idx is None else g_idx.to(torch.int32),
     )
 
 

@@ -98,8 +98,9 @@ def quantize_folder(
     started = time.perf_counter()
     if group_size not in GROUP_SIZES:
         raise ArgumentError("group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
-    if Path(source).resolve() == Path(destination).resolve():
-        raise ArgumentError("destination", destination, "another folder than the source")
+    replaced = Path(destination).resolve()
+    if replaced == Path(source).resolve() or replaced in Path(source).resolve().parents:
+        raise ArgumentError("destination", destination, f"a folder that the source {source} is not in")
     with new_folder(destination, shard_bytes=shard_bytes, force=force) as writer:
         model = _open(Path(source))
         _check_names(model)

@@ -16,6 +16,13 @@ def none_if_empty(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None or tensor.numel() == 0 else tensor
 
 
+def refuse_none(**tensors: Tensor | None) -> None:
+    """torch lets None through to an operator where the schema says Tensor."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise ArgumentError(name, None, "a tensor")
+
+
 def resolve(group_size: int, in_features: int) -> int:
     return in_features if group_size == -1 else group_size
 
@@ -31,6 +38,7 @@ def packed_weight(
     layout: int,
 ) -> PackedWeight:
     """The packed weight, checked in every dimension, dtype and device."""
+    refuse_none(weight=weight, scales=scales)
     group_size = resolve(group_size, in_features)
     zeros, perm = none_if_empty(zeros), none_if_empty(perm)
     return PackedWeight(weight, scales, zeros, perm, in_features, out_features, group_size, layout)
@@ -47,6 +55,7 @@ def check_perm_values(perm: Tensor | None) -> None:
 
 
 def check_x(name: str, x: Tensor, features: int, features_name: str, weight: Tensor) -> None:
+    refuse_none(**{name: x})
     if x.dtype not in jit.DTYPE_NAMES:
         raise ArgumentError(name, x.dtype, "dtype " + " or ".join(map(str, jit.DTYPE_NAMES)))
     if x.dim() < 1 or x.shape[-1] != features:

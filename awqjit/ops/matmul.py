@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from awqjit import jit, launch
 from awqjit.errors import ArgumentError
 from awqjit.layout import LAYOUT_CPU
-from awqjit.ops.checks import check_int4_mm, check_perm_values
+from awqjit.ops.checks import check_int4_mm, check_perm_values, refuse_none
 
 _checked: dict[tuple[Any, ...], jit.Kernel] = {}
 """Argument shapes, dtypes and ints that were checked before -> the kernel that serves them."""
@@ -30,7 +30,7 @@ def forget() -> None:
 
 
 def int4_mm(
-    x: Tensor,
+    x: Tensor | None,  # torch lets None through
     weight: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
@@ -42,6 +42,8 @@ def int4_mm(
     perm: Tensor | None = None,
     layout: int = LAYOUT_CPU,
 ) -> Tensor:
+    if x is None:
+        raise ArgumentError("x", None, "a tensor")
     key = (
         x.dtype,
         x.device,
@@ -106,6 +108,7 @@ def refuse_tangents(**tensors: Tensor | None) -> None:
 
 
 def refuse_trained_scales(scales: Tensor) -> None:
+    refuse_none(scales=scales)
     if scales.requires_grad and torch.is_grad_enabled():
         raise ArgumentError("scales", "a tensor that requires grad", "scales.detach(): the weight gets no gradient")
 
@@ -159,7 +162,7 @@ def autocast(name: str) -> Any:
 
     def lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         # As torch's own rule has it: integers and fp64 stay as they are, and the operator refuses them.
-        return tensor.to(dtype) if tensor.dtype in jit.DTYPE_NAMES else tensor
+        return tensor.to(dtype) if tensor is not None and tensor.dtype in jit.DTYPE_NAMES else tensor
 
     def cast(
         x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, *rest: Any, **named: Any

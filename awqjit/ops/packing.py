@@ -12,7 +12,7 @@ from awqjit import layout as layouts
 from awqjit.errors import ArgumentError
 from awqjit.formats.awq import awq_to_standard
 from awqjit.layout import BLOCK, LAYOUT_CPU, packed_rows
-from awqjit.ops.checks import check_perm_values, none_if_empty, packed_weight, resolve
+from awqjit.ops.checks import check_perm_values, none_if_empty, packed_weight, refuse_none, resolve
 from awqjit.weight import QuantizedWeight, ceil_div
 
 
@@ -20,8 +20,9 @@ def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
     return like.new_empty(0, dtype=dtype) if tensor is None else tensor
 
 
-def _on_one_device(qweight: Tensor, **others: Tensor | None) -> None:
-    for name, tensor in others.items():
+def _on_one_device(qweight: Tensor, scales: Tensor, **optional: Tensor | None) -> None:
+    refuse_none(qweight=qweight, scales=scales)
+    for name, tensor in {"scales": scales, **optional}.items():
         if tensor is not None and tensor.device != qweight.device:
             raise ArgumentError(name, f"device {tensor.device}", f"qweight's device {qweight.device}")
 
@@ -34,6 +35,7 @@ def _meta(tensor: Tensor | None) -> Any:
 def _canonical(
     qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, in_features: int
 ) -> QuantizedWeight:
+    refuse_none(qweight=qweight, scales=scales)
     if scales.dim() != 2:
         raise ArgumentError("scales", f"shape {list(scales.shape)}", "shape [groups, out_features]")
     return QuantizedWeight(
@@ -74,12 +76,14 @@ def pack_fake(
 
 
 def _has_elements(qweight: Tensor) -> None:
+    refuse_none(qweight=qweight)
     if qweight.numel() == 0:
         raise ArgumentError("qweight", f"shape {list(qweight.shape)}", "[K, N / 8] with K and N of at least 1")
 
 
 def pack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     _has_elements(qweight)
+    refuse_none(scales=scales)
     packed = layouts.pack(awq_to_standard(qweight, scales, none_if_empty(qzeros), group_size))
     return packed.weight, packed.scales, _or_empty(packed.zeros, qweight, torch.uint8)
 

@@ -180,6 +180,17 @@ INLINE void prepare_group(const X *x, int64_t count, Activation *out, float *, i
 // A worker first takes its own contiguous range of jobs front to back, so that its weights are one sequential stream,
 // and then what is left of the others' ranges. One shared counter instead costs 5 to 15 % at a few rows. A worker that
 // never starts is simply robbed of all its jobs, and nobody ever waits for anybody.
+// Arithmetic as the definition has it: subnormal numbers are numbers, rounding is to the nearest. A process may have
+// told single threads otherwise (torch.set_flush_denormal, a library built with -ffast-math), and which thread runs a
+// job must not show in its result.
+struct DefinedArithmetic {
+#if defined(__SSE__)
+  const unsigned before = __builtin_ia32_stmxcsr();
+  DefinedArithmetic() { __builtin_ia32_ldmxcsr(0x1f80); }
+  ~DefinedArithmetic() { __builtin_ia32_ldmxcsr(before); }
+#endif
+};
+
 struct alignas(64) Counter {
   int64_t taken;
 };
@@ -369,6 +380,7 @@ NOINLINE void decode_2(const Call &call, const Prepared &prepared, int64_t block
 }
 
 static void decode_worker(int64_t begin, int64_t end, void *argument) {
+  const DefinedArithmetic defined;
   const Decode &decode = *(const Decode *)argument;
   for (int64_t worker = begin; worker < end; worker++) {
     int64_t victim = worker;
@@ -387,6 +399,7 @@ static void decode_worker(int64_t begin, int64_t end, void *argument) {
 // its rows in register tiles, adds into fp32 sums and goes on to the next group.
 constexpr int64_t PANEL = 2;       // column blocks of a job
 constexpr int64_t ROW_CHUNK = 128;  // most rows of a job
+constexpr int64_t PANELS = (BLOCKS + PANEL - 1) / PANEL;
 
 struct alignas(64) Panel {  // a worker's memory
   char operands[GROUP_WORDS * STEPS * PANEL * 64];
@@ -583,9 +596,9 @@ INLINE void multiply(const Prepared &prepared, int64_t group, int64_t begin, int
 }
 
 static void prefill_worker(int64_t begin, int64_t end, void *argument) {
+  const DefinedArithmetic defined;
   const Prefill &prefill = *(const Prefill *)argument;
   const Call &call = *prefill.call;
-  constexpr int64_t PANELS = (BLOCKS + PANEL - 1) / PANEL;
   for (int64_t worker = begin; worker < end; worker++) {
     Panel &panel = prefill.panels[worker];
     int64_t victim = worker;
@@ -618,9 +631,20 @@ constexpr int64_t SERIAL_WORK = 1 << 17;      // multiply-adds below which one t
 // The kernel's own name for itself: the loader compares it with what it asked for.
 EXPORT const char *awqjit_slug() { return "w4a16-bf16-k264-n72-g128-sbf16-asym-bias-avx512_bf16-t3x2d2c128p8192"; }
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t row_chunks(int64_t rows) { return (rows + ROW_CHUNK - 1) / ROW_CHUNK; }
+INLINE int64_t jobs_of(int64_t rows) {
+  return rows <= DECODE_ROWS ? (BLOCKS + DECODE_JOB - 1) / DECODE_JOB : row_chunks(rows) * PANELS;
+}
+// Threads beyond the number of jobs would have nothing to do but cost memory.
+INLINE int64_t workers_of(int64_t rows, int64_t threads) {
+  return rows * K * N < SERIAL_WORK ? 1 : least(threads, jobs_of(rows));
+}
+
 // Bytes of scratch memory that a call with these arguments needs.
 EXPORT int64_t awqjit_scratch_bytes(int64_t rows, int64_t threads) {
-  return threads * (int64_t)sizeof(Counter) + prepared_bytes(rows) + (rows > DECODE_ROWS ? threads * (int64_t)sizeof(Panel) : 0);
+  const int64_t workers = workers_of(rows, threads);
+  return workers * (int64_t)sizeof(Counter) + prepared_bytes(rows) + (rows > DECODE_ROWS ? workers * (int64_t)sizeof(Panel) : 0);
 }
 
 struct Prepare {
@@ -629,6 +653,7 @@ struct Prepare {
   int64_t workers;
 };
 static void prepare_worker(int64_t begin, int64_t end, void *argument) {
+  const DefinedArithmetic defined;
   const Prepare &prepare = *(const Prepare *)argument;
   const int64_t units = prepare.call->rows * GROUPS;
   prepare_units(*prepare.call, prepare.prepared, units * begin / prepare.workers, units * end / prepare.workers);
@@ -638,20 +663,20 @@ static void prepare_worker(int64_t begin, int64_t end, void *argument) {
 EXPORT int32_t awqjit_int4_mm(const Call *call) {
   const int64_t rows = call->rows;
   if (rows == 0) return 0;
-  const int64_t workers = rows * K * N < SERIAL_WORK ? 1 : call->threads;
+  const int64_t workers = workers_of(rows, call->threads);
   char *memory = (char *)call->scratch;
   Counter *const counters = (Counter *)memory;
   __builtin_memset((void *)counters, 0, (size_t)workers * sizeof(Counter));
-  memory += call->threads * (int64_t)sizeof(Counter);
-  Prepare prepare = {call, prepared_at(memory, rows), rows * K <= SERIAL_PREPARE ? 1 : workers};
+  memory += workers * (int64_t)sizeof(Counter);
+  Prepare prepare = {call, prepared_at(memory, rows), rows * K <= SERIAL_PREPARE ? 1 : least(call->threads, rows * GROUPS)};
   memory += prepared_bytes(rows);
   const int32_t error = run(*call, prepare.workers, prepare_worker, &prepare);
   if (error) return error;
+  const Jobs jobs = {counters, jobs_of(rows), workers};
   if (rows <= DECODE_ROWS) {
-    Decode decode = {call, prepare.prepared, {counters, (BLOCKS + DECODE_JOB - 1) / DECODE_JOB, workers}};
+    Decode decode = {call, prepare.prepared, jobs};
     return run(*call, workers, decode_worker, &decode);
   }
-  const int64_t row_chunks = (rows + ROW_CHUNK - 1) / ROW_CHUNK;
-  Prefill prefill = {call, prepare.prepared, {counters, row_chunks * ((BLOCKS + PANEL - 1) / PANEL), workers}, (Panel *)memory, row_chunks};
+  Prefill prefill = {call, prepare.prepared, jobs, (Panel *)memory, row_chunks(rows)};
   return run(*call, workers, prefill_worker, &prefill);
 }

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: options, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+
+class Compute(str, Enum):
+    """Compute modes."""
+
+    w4a16 = "w4a16"
+    w4a8 = "w4a8"
+
+
+class Dtype(str, Enum):
+    """Dtypes of activations."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    auto = "auto"
+
+
+Folder = Annotated[str, typer.Argument(help="Folder of an AWQ or GPTQ model, or its id on the Hugging Face hub.")]
+ComputeOption = Annotated[Compute, typer.Option(help="w4a16: activations as they are; w4a8: rounded to int8.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of activations and float layers; auto: the model's own.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def table_of(title: str, *columns: str) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def size(count: float) -> str:
+    """Bytes for a person: three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def age(seconds: float) -> str:
+    """A span of time for a person, in its largest whole unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return "now"
