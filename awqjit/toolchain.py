@@ -12,6 +12,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -269,7 +270,20 @@ class _ProbeError(Exception):
     pass
 
 
+# Caches are shared between CPUs, and all rows owe the same bits: only a row's own flags say what its code may use.
+_FORBIDDEN = re.compile(
+    r"-(march|mcpu|mtune)=|-m(avx|sse|fma|f16c|amx|bmi)|-Ofast"
+    r"|-f(fast-math|unsafe-math|associative-math|reciprocal-math|finite-math|fp-contract=(?!off))"
+)
+
+
 def _probe(candidate: Candidate) -> Compiler:
+    if candidate.origin in ("AWQJIT_CXX", "CXX"):
+        refused = [argument for argument in candidate.argv[1:] if _FORBIDDEN.match(argument)]
+        if refused:
+            raise _ProbeError(
+                f"{' '.join(refused)} would change which CPUs a kernel runs on, or its sums: leave it out"
+            )
     if shutil.which(candidate.argv[0]) is None:
         raise _ProbeError("not found, or not an executable file")
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import re
 import shlex
 import subprocess
 import tempfile
@@ -274,3 +275,17 @@ def test_a_file_stamp_changes_with_the_file_and_is_not_given_for_a_command(tmp_p
     assert toolchain.file_stamp((str(path),)) != before
     assert toolchain.file_stamp((str(path), "-pipe")) is None
     assert toolchain.file_stamp((str(tmp_path / "absent"),)) is None
+
+
+@pytest.mark.parametrize("flag", ["-march=native", "-mavx2", "-Ofast", "-ffast-math", "-ffp-contract=fast"])
+@pytest.mark.parametrize("variable", ["AWQJIT_CXX", "CXX"])
+def test_a_compiler_with_flags_that_change_the_code_is_refused(
+    variable: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared cache hands kernels to other CPUs, and -ffast-math switches subnormals off for a whole process."""
+    monkeypatch.setenv(variable, f"g++ {flag}")
+    if variable == "AWQJIT_CXX":
+        with pytest.raises(NoCompilerError, match=re.escape(flag)):
+            toolchain.find_compiler()
+    else:
+        assert flag not in toolchain.find_compiler().argv
