@@ -29,7 +29,7 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError:
         raise MissingDependencyError(
-            "safetensors", "reading and writing model folders", "pip install awqjit[transformers]"
+            "safetensors", "reading and writing model folders", "pip install safetensors"
         ) from None
     return safetensors
 
@@ -246,6 +246,7 @@ def new_folder(
         yield writer
         writer.finish()
         for path in temporary.iterdir():
+            path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
             _sync(path)
         _sync(temporary)
         _check_free(destination, force)

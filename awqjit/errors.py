@@ -51,8 +51,10 @@ class CheckpointMismatchError(AwqJitError, ValueError):
         lines = ["the checkpoint does not fit the model that its config describes"]
         for kind, names in zip(("missing", "unexpected", "of another shape"), self.args, strict=True):
             if names:
-                more = f", ... ({len(names)} in all)" if len(names) > 20 else ""
-                lines.append(f"{kind}: {', '.join(names[:20])}{more}")
+                more = f", ... ({len(names)} in all)" if len(names) > 10 else ""
+                lines.append(f"{kind}: {', '.join(names[:10])}{more}")
+        if self.args[2]:
+            lines.append("config.json may name a quant_method, group_size or model size that is not this checkpoint's")
         return "\n".join(lines)
 
 
@@ -88,7 +90,7 @@ class NoCompilerError(AwqJitError, RuntimeError):
         tried = "; ".join(self.args[0]) or "nothing to try"
         return (
             f"no working C++ compiler ({tried}). Install g++ or clang++, or set AWQJIT_CXX to one, "
-            "or `pip install awqjit[zig]`"
+            "or `pip install ziglang`"
         )
 
 

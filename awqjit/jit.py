@@ -246,6 +246,9 @@ def warm(
         AwqJitError: what :func:`choose` raises for the first problem that fails; the others are finished first.
     """
     wanted = problems(what, dtype) if isinstance(what, torch.nn.Module) else tuple(dict.fromkeys(what))
+    for problem in wanted:
+        if not isinstance(problem, Problem):
+            raise ArgumentError("what", repr(problem), "a model with int4 layers, or Problems")
     if jobs is not None and jobs < 1:
         raise ArgumentError("jobs", jobs, "at least 1")
     failure: AwqJitError | None = None

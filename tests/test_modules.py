@@ -323,6 +323,6 @@ def test_a_state_of_another_gptq_version_is_refused(one: str, two: str) -> None:
     """Both versions have tensors of the same names and shapes; their zero points differ by one."""
     layer = other_layer(two)
     before = layer(X)
-    with pytest.raises(RuntimeError, match="the state is of gptq .*wanted gptq"):
+    with pytest.raises(RuntimeError, match=r"the state is of gptq .*wanted gptq"):
         layer.load_state_dict(layer_of(one).state_dict())
     assert torch.equal(layer(X), before)

@@ -106,7 +106,7 @@ def test_weights_beyond_the_range_of_fp16_scales_are_refused(symmetric: bool, fa
     weight = random_weight(16, 64, 1, scale=1.0) * factor
     if factor == 3e5:
         weight[:, 0] = 1.2e6  # the full range is out of reach, though a small part of it is not
-    with pytest.raises(ArgumentError, match="scales? fits? fp16"):
+    with pytest.raises(ArgumentError, match=r"scales? fits? fp16"):
         quantize_weight(weight, group_size=32, symmetric=symmetric)
 
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             package = str(error.name).partition(".")[0]
             if package not in ("typer", "rich", "click"):
                 raise
-            raise MissingDependencyError(package, "the awqjit command", "pip install 'awqjit[cli]'") from None
+            raise MissingDependencyError(package, "the awqjit command", "pip install typer rich") from None
         app(args=None if argv is None else list(argv), prog_name="awqjit")
     except AwqJitError as error:
         red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")

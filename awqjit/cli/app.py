@@ -99,11 +99,14 @@ def quantize(
     report = quantize_folder(
         source, destination, group_size=group_size, symmetric=symmetric, shard_bytes=shard_size << 20, force=force
     )
+    by_reason: dict[str, list[str]] = {}
     for layer, reason in report.kept.items():
-        print(f"{layer} stays float: {reason}")
+        by_reason.setdefault(reason, []).append(layer)
+    for reason, layers in by_reason.items():
+        print(f"float: {layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''} ({reason})")
     print(
-        f"{len(report.quantized)} layers quantized to {report.destination}: {report.bytes_written / 1e6:.1f} MB "
-        f"in {report.seconds:.1f} s"
+        f"{len(report.quantized)} of {len(report.quantized) + len(report.kept)} layers quantized to "
+        f"{report.destination}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s"
     )
 
 
@@ -127,7 +130,9 @@ def explain(
     what: Annotated[
         list[str], typer.Argument(metavar="K N | FOLDER", help="A layer's in and out features, or a model.")
     ],
-    group_size: Annotated[int, typer.Option(help="Weights that share a scale; -1 for K. Not for a folder.")] = 128,
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale (128); -1 for K. Not for a folder.")
+    ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="No zero points. Not for a folder.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias. Not for a folder.")] = False,
     compute: ComputeOption = Compute.w4a16,
@@ -137,6 +142,11 @@ def explain(
     """Show which kernel a layer gets, and for every other one why not."""
     from awqjit.cli.info import explain_problems, folder_problems, shape_problem
 
+    if len(what) == 1 and what[0].isdecimal():
+        raise typer.BadParameter(f"{what[0]} is only K: give K and N, or a folder")
+    if len(what) == 1 and (group_size is not None or symmetric or bias):
+        raise typer.BadParameter("--group-size, --symmetric and --bias describe a layer; a folder has its own")
+    group_size = 128 if group_size is None else group_size
     if len(what) == 2:
         shape = shape_problem(what[0], what[1], group_size, symmetric, bias, compute.value, dtype.value)
         problems: tuple[Problem, ...] = (shape,)

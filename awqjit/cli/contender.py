@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from awqjit import config, jit
-from awqjit.cli.generate import encode, greedy, stream
+from awqjit.cli.generate import encode, greedy, load_tokenizer, stream
 from awqjit.errors import AwqJitError
 from awqjit.integrations.transformers import from_pretrained, read_config, require_transformers, skeleton
 from awqjit.modules import Int4Linear
@@ -136,7 +136,7 @@ def run(folder: str, kind: str, compute: str, question: str | None) -> dict[str,
     """Load the model, answer the question if there is one, and measure."""
     transformers = require_transformers("the demo")
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     skeleton(read_config(folder), torch.bfloat16)  # imports the model's own code
     before = resident_bytes()
     start = time.perf_counter()
@@ -164,5 +164,5 @@ if __name__ == "__main__":
     try:
         found = run(folder, kind, compute, question[0] if question else None)
     except AwqJitError as error:
-        sys.exit(f"error: {error}")
+        found = {"error": str(error)}
     Path(result).write_text(json.dumps(found), encoding="utf-8")

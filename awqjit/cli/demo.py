@@ -18,19 +18,20 @@ from rich.table import Table
 
 from awqjit.cli.demo_weights import prepare
 from awqjit.errors import AwqJitError
+from awqjit.integrations.transformers import local_folder
 
 QUESTION = "What is the capital of France?"
 
 
 class ContenderError(AwqJitError, RuntimeError):
-    """A process of the demo failed; its own messages are on stderr."""
+    """A process of the demo failed."""
 
-    def __init__(self, kind: str, code: int) -> None:
-        super().__init__(kind, code)
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(kind, what)
 
     def __str__(self) -> str:
-        kind, code = self.args
-        return f"the demo's {kind} run stopped with exit code {code}; its messages are above"
+        kind, what = self.args
+        return f"the demo's {kind} run {what}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Result:
         """Lines that belong below the table."""
         threads = f"Eager mode, {torch.get_num_threads()} threads, batch 1; lm_head is float in both columns."
         twice = "These weights were quantized twice: Q4_1 -> float -> AWQ. A model's own AWQ folder answers better."
-        return (threads, twice) if self.own_weights else (threads,)
+        mode = "Prefill in w4a16 runs plain torch's bf16 instructions, after unpacking; --compute w4a8 is made for it."
+        return (threads, *((mode,) if self.compute == "w4a16" else ()), *((twice,) if self.own_weights else ()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -71,7 +73,7 @@ class Result:
             "question": QUESTION,
             "int4": self.int4,
             "dense": self.dense,
-            "right": self.right,
+            "right": self.right if self.own_weights else None,
             "notes": list(self.notes),
         }
 
@@ -112,7 +114,7 @@ def run(model: str | None, compute: str, quiet: bool = False) -> Result:
         DemoWeightsError: the demo's own model cannot be had.
         ContenderError: a contender failed.
     """
-    folder = model if model is not None else str(prepare(show_progress=not quiet))
+    folder = str(prepare(show_progress=not quiet)) if model is None else str(local_folder(model))
     if not quiet:
         Console().print(f"[bold]{QUESTION}[/bold]")
     int4 = _contend(folder, "int4", compute, quiet, QUESTION)
@@ -126,6 +128,9 @@ def _contend(folder: str, kind: str, compute: str, quiet: bool, *question: str) 
         result = Path(temporary) / "result.json"
         command = [sys.executable, "-m", "awqjit.cli.contender", folder, kind, compute, str(result), *question]
         done = subprocess.run(command, stdout=subprocess.DEVNULL if quiet else None, check=False)
-        if done.returncode:
-            raise ContenderError(kind, done.returncode)
-        return dict(json.loads(result.read_text(encoding="utf-8")))
+        if done.returncode or not result.exists():
+            raise ContenderError(kind, f"stopped with exit code {done.returncode}; its messages are above")
+        found = dict(json.loads(result.read_text(encoding="utf-8")))
+        if "error" in found:
+            raise ContenderError(kind, f"failed: {found['error']}")
+        return found

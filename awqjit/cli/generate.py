@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from awqjit import jit
-from awqjit.errors import ArgumentError
-from awqjit.integrations.transformers import from_pretrained, require_transformers
+from awqjit.errors import ArgumentError, FormatError
+from awqjit.integrations.transformers import from_pretrained, local_folder, require_transformers
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Run:
     rest_seconds: float
 
     @property
-    def decode_tokens_per_second(self) -> float:
-        """Speed after the first token; 0 when there was only one."""
-        return (self.new_tokens - 1) / self.rest_seconds if self.new_tokens > 1 else 0.0
+    def decode_tokens_per_second(self) -> float | None:
+        """Speed after the first token; None when there was only one."""
+        return (self.new_tokens - 1) / self.rest_seconds if self.new_tokens > 1 else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"decode_tokens_per_second": self.decode_tokens_per_second}
@@ -45,10 +45,25 @@ class Run:
 
 def load(folder: str, dtype: str, compute: str) -> tuple[Any, Any]:
     """A model with its kernels ready, and its tokenizer."""
-    transformers = require_transformers("generating text")
+    tokenizer = load_tokenizer(folder)
     model = from_pretrained(folder, dtype=dtype, compute=compute)
     jit.warm(model)
-    return model, transformers.AutoTokenizer.from_pretrained(model.config._name_or_path)
+    return model, tokenizer
+
+
+def load_tokenizer(folder_or_id: str) -> Any:
+    """The tokenizer of a folder or hub model.
+
+    Raises:
+        FormatError: it has none that transformers can make.
+    """
+    transformers = require_transformers("generating text")
+    folder = local_folder(folder_or_id)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise FormatError(f"{folder} has no tokenizer that transformers can use: {first}", "") from error
 
 
 def encode(tokenizer: Any, prompt: str, raw: bool = False) -> dict[str, torch.Tensor]:

@@ -99,7 +99,7 @@ class GgufSource:
         try:
             import gguf
         except ImportError:
-            raise MissingDependencyError("gguf", "reading GGUF files", "pip install awqjit[gguf]") from None
+            raise MissingDependencyError("gguf", "reading GGUF files", "pip install gguf") from None
         try:
             reader = gguf.GGUFReader(path)
         except (ValueError, IndexError, OSError) as error:

@@ -157,9 +157,11 @@ def _sort_layers(model: Any, group_size: int) -> tuple[dict[str, nn.Linear], dic
         if not isinstance(module, nn.Linear):
             continue
         if module is head:
-            kept[name] = "the head stays float"
+            kept[name] = "the head is never quantized"
         elif group_size != -1 and module.in_features % group_size:
-            kept[name] = f"in_features {module.in_features} is not a multiple of group size {group_size}"
+            fits = ", ".join(str(size) for size in GROUP_SIZES if size > 0 and module.in_features % size == 0)
+            hint = f"; --group-size {fits} would do" if fits else ""
+            kept[name] = f"in_features {module.in_features} is not a multiple of group size {group_size}{hint}"
         elif module.out_features % 8:
             kept[name] = f"out_features {module.out_features} is not a multiple of 8"
         else:

@@ -42,7 +42,7 @@ def require_transformers(feature: str = "loading a transformers folder") -> Any:
     try:
         import transformers
     except ImportError:
-        raise MissingDependencyError("transformers", feature, "pip install awqjit[transformers]") from None
+        raise MissingDependencyError("transformers", feature, "pip install transformers safetensors") from None
     return transformers
 
 
@@ -124,7 +124,7 @@ def from_pretrained(
     """
     transformers = require_transformers()
     act_bits_of(compute)
-    folder = _folder(folder_or_id)
+    folder = local_folder(folder_or_id)
     checkpoint, format = _open(folder)
     config = read_config(folder)
     target_dtype = resolve_dtype(dtype, config)
@@ -160,7 +160,7 @@ def from_pretrained(
     return model.eval()
 
 
-def _folder(folder_or_id: str | os.PathLike[str]) -> Path:
+def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     """The folder itself, or a hub model's, downloaded."""
     folder = Path(folder_or_id).expanduser()
     text = os.fspath(folder_or_id)
