@@ -7,6 +7,7 @@ import ctypes
 import os
 import pickle
 import platform
+import select
 import shutil
 import signal
 import struct
@@ -35,6 +36,7 @@ from awqjit.layout import pack
 from awqjit.spec import Problem
 
 SEVEN = Request("number", number_source(7), ())
+HANGS = 180  # seconds without an answer after which a child is killed and its test fails
 STRANGER = 54321  # a user id without a name or a home
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount, or become another user")
 
@@ -131,6 +133,7 @@ def fork(function: Callable[[], Any], uid: int | None = None) -> tuple[int, int]
             os.setgroups([])
             os.setgid(uid)
             os.setuid(uid)
+        torch.set_num_threads(1)  # torch's own operators, the oracle's, wait in a child for threads that are gone
         with os.fdopen(writing, "wb") as pipe:
             pickle.dump(function(), pipe)
         code = 0
@@ -143,6 +146,9 @@ def fork(function: Callable[[], Any], uid: int | None = None) -> tuple[int, int]
 def answer_of(child: tuple[int, int]) -> Any:
     """What a forked child's function returned."""
     process, reading = child
+    if not select.select([reading], [], [], HANGS)[0]:
+        kill(child)
+        raise AssertionError(f"the child has not answered for {HANGS} s")
     with os.fdopen(reading, "rb") as pipe:
         answer = pipe.read()
     assert os.waitpid(process, 0)[1] == 0, "the child failed; its traceback is in the captured stderr"
