@@ -17,6 +17,7 @@ from pathlib import Path
 from awqjit import cache, config, machine, places, progress, select, slots, store, toolchain
 from awqjit.errors import ArgumentError, AwqJitError, ConfigError
 from awqjit.machine import Machine
+from awqjit.ops import dispatcher
 from awqjit.render import render
 from awqjit.spec import KernelSpec, Problem
 
@@ -38,7 +39,7 @@ def specs(
 
     Args:
         problems: what they compute.
-        levels: names in :data:`awqjit.machine.ISA_LEVELS`: for each, what a CPU with that level and all below chooses.
+        levels: names in :func:`awqjit.machine.levels_of`: for each, what a CPU with that level and all below chooses.
         rows: rows of the selection table, whichever CPU they need; "all" is every compiled row that can run a problem.
             Without levels and rows: what this machine chooses.
 
@@ -65,7 +66,8 @@ def specs(
 def bake(directory: Path, wanted: Iterable[KernelSpec], show_progress: bool = True) -> tuple[Baked, ...]:
     """Compile kernels into a directory that ``AWQJIT_CACHE_PATH`` can name for any user, and that needs no writes.
 
-    What it holds already is kept. Directories are made searchable and files readable for everybody, whatever the umask.
+    The operator's dispatcher comes with them. What the directory holds already is kept. Directories are made searchable
+    and files readable for everybody, whatever the umask.
 
     Args:
         directory: made if it does not exist.
@@ -86,16 +88,22 @@ def bake(directory: Path, wanted: Iterable[KernelSpec], show_progress: bool = Tr
     compiler = toolchain.find_compiler()
     place = _prepare(directory)
 
-    def one(spec: KernelSpec) -> Baked:
+    def build(request: cache.Request) -> cache.Artifact:
         try:
-            made = cache.bake(cache.Request(spec.slug, render(spec), spec.target.flags), compiler, place)
+            made = cache.bake(request, compiler, place)
             _open_to_all(made.directory)
-            size = sum(file.stat().st_size for file in made.directory.iterdir())
         except OSError as error:
             raise _unusable(directory, error) from error
+        return made
+
+    def one(spec: KernelSpec) -> Baked:
+        made = build(cache.Request(spec.slug, render(spec), spec.target.flags))
+        size = sum(file.stat().st_size for file in made.directory.iterdir())
         return Baked(spec, made.directory, size, made.seconds)
 
     todo = _distinct(wanted)
+    if todo:
+        build(dispatcher.request())
     failure: AwqJitError | None = None
     done: list[Baked] = []
     with progress.bar("compiling kernels", len(todo), show_progress) as step, ThreadPoolExecutor(slots.most()) as pool:
@@ -136,10 +144,11 @@ def _distinct(wanted: Iterable[KernelSpec]) -> tuple[KernelSpec, ...]:
 
 
 def _machine_of(level: str) -> Machine:
-    names = [name for name, _ in machine.ISA_LEVELS]
+    table = machine.levels_of(platform.machine())
+    names = [name for name, _ in table]
     if level not in names:
         raise ArgumentError("max_isa", repr(level), f"one of {', '.join(names)}")
-    features = frozenset[str]().union(*(added for _, added in machine.ISA_LEVELS[: names.index(level) + 1]))
+    features = frozenset[str]().union(*(added for _, added in table[: names.index(level) + 1]))
     return Machine(platform.machine(), platform.system(), f"a CPU of level {level}", features)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -44,7 +45,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FormatError(f"{path.parent} has no {path.name}", "Give the folder of a transformers model.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read ({error.strerror})", "Check the file.") from None
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, no JSON, or JSON beyond Python's limits
         raise FormatError(f"{path} is not valid JSON ({error})", "Fetch the file again.") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path} holds a {type(value).__name__}, not an object", "Fetch the file again.")
@@ -59,20 +62,45 @@ def _header(path: Path) -> dict[str, Any]:
             if size > path.stat().st_size - 8:
                 raise ValueError("it is shorter than its header says")
             header = json.loads(file.read(size))
-            for name, entry in header.items():
-                if name != "__metadata__" and not all(isinstance(length, int) for length in entry["shape"]):
-                    raise ValueError(f"{name} has no shape")
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            header.pop("__metadata__", None)
+            end = max((_end(name, entry) for name, entry in header.items()), default=0)
             if 8 + size + end > path.stat().st_size:
                 raise ValueError("it is shorter than its header says")
     except FileNotFoundError:
         raise FormatError(f"the shard {path} is missing", "Fetch it again.") from None
     except IsADirectoryError:
         raise FormatError(f"the shard {path} is a folder", "Fetch it again.") from None
+    except OSError as error:
+        raise FormatError(f"the shard {path} cannot be read ({error.strerror})", "Check the file.") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error) as error:
-        raise FormatError(f"{path} is not a complete safetensors file: {error!r}", "Fetch it again.") from None
-    header.pop("__metadata__", None)
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise FormatError(f"{path} is not a complete safetensors file ({reason})", "Fetch it again.") from None
     return header
+
+
+def _end(name: str, entry: dict[str, Any]) -> int:
+    """Where a tensor's bytes end, once its entry in the header is found to be one."""
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    sizes = [*shape, *offsets]
+    if not isinstance(entry["dtype"], str) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError(f"{name} has no dtype, shape or place")
+    start, end = offsets
+    if start > end:
+        raise ValueError(f"{name} ends before it starts")
+    return int(end)
+
+
+# Copied at a time: torch does not split so small an operation over threads, so that several layers can be read at once.
+_CHUNK = 32_767
+
+
+def _copy(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor's values in memory of their own."""
+    out = torch.empty(source.shape, dtype=dtype)
+    flat, wanted = source.reshape(-1), out.view(-1)
+    for start in range(0, flat.shape[0], _CHUNK):
+        wanted[start : start + _CHUNK].copy_(flat[start : start + _CHUNK])
+    return out
 
 
 @dataclass(frozen=True)
@@ -162,10 +190,33 @@ class Checkpoint:
                     for name in members:
                         mapped = shard.get_tensor(name)
                         wanted = dtype if dtype is not None and mapped.is_floating_point() else mapped.dtype
-                        tensors[name] = mapped.to(wanted, copy=True)
+                        tensors[name] = _copy(mapped, wanted)
             except safetensors.SafetensorError as error:
                 raise FormatError(f"{path} is not a sound safetensors file: {error}", "Fetch it again.") from None
         return tensors
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors have the same shape and values, read a few rows at a time.
+
+        Raises:
+            KeyError: a name that is not in the checkpoint.
+            FormatError: the file is damaged.
+        """
+        shape = self.shapes[first]
+        if shape != self.shapes[second] or not shape:
+            return shape == self.shapes[second] and torch.equal(self.read(first)[first], self.read(second)[second])
+        safetensors = _safetensors()
+        step = max(1, _CHUNK * shape[0] // max(1, math.prod(shape)))
+        try:
+            with (
+                safetensors.safe_open(str(self.files[first]), framework="pt", device="cpu") as one,
+                safetensors.safe_open(str(self.files[second]), framework="pt", device="cpu") as other,
+            ):
+                left, right = one.get_slice(first), other.get_slice(second)
+                parts = (slice(row, row + step) for row in range(0, shape[0], step))
+                return all(torch.equal(left[part].float(), right[part].float()) for part in parts)
+        except safetensors.SafetensorError as error:
+            raise FormatError(f"{self.folder} holds a damaged safetensors file: {error}", "Fetch it again.") from None
 
 
 class FolderWriter:

@@ -11,10 +11,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
+
+SCRATCH = "tmp"
+"""The directory of a program's temporary files, below the one it runs in; removed when it ends."""
 
 MAX_LOG = 1 << 20
 """Bytes of a program's output that are kept; a program that writes 16 times as much is stopped."""
@@ -31,13 +34,16 @@ _DROPPED = (
 )
 
 
-def run(argv: tuple[str, ...], directory: Path, timeout: float) -> tuple[str | None, str]:
+def run(
+    argv: tuple[str, ...], directory: Path, timeout: float, variables: Mapping[str, str] | None = None
+) -> tuple[str | None, str]:
     """Run a program in a directory, without standard input, in English, its temporary files below that directory.
 
     Args:
         argv: the program and its arguments.
         directory: its working directory.
         timeout: seconds until it and all it started (of its process group) are killed.
+        variables: environment variables to add.
 
     Returns:
         What went wrong, None if nothing did, and what it printed: at most :data:`MAX_LOG` bytes.
@@ -45,10 +51,10 @@ def run(argv: tuple[str, ...], directory: Path, timeout: float) -> tuple[str | N
     Raises:
         OSError: ``directory`` cannot be written.
     """
-    scratch = directory / "tmp"
+    scratch = directory / SCRATCH
     scratch.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    environment |= {"LC_ALL": "C", "TMPDIR": str(scratch)}
+    environment |= {"LC_ALL": "C", "TMPDIR": str(scratch), **(variables or {})}
     failure: str | None = None
     with _log_file(scratch) as output:
         try:

@@ -69,9 +69,10 @@ CXX = Variable("AWQJIT_CXX", str, None, "the C++ compiler to use (a name, a path
 JOBS = Variable("AWQJIT_JOBS", _count, None, "compilers run at once (default: as many as cores and memory allow)")
 CACHE_DIR = Variable("AWQJIT_CACHE_DIR", _path, None, "the writable kernel cache")
 CACHE_PATH = Variable("AWQJIT_CACHE_PATH", _paths, (), "read-only kernel caches, searched first (like PATH)")
+DISPATCHER = Variable("AWQJIT_DISPATCHER", _flag, True, "0 leaves the operator in Python (see awqjit info)")
 COMPILE_TIMEOUT = Variable("AWQJIT_COMPILE_TIMEOUT", _count, 120, "seconds one compiler run may take")
 
-VARIABLES: tuple[Variable, ...] = (KERNEL, MAX_ISA, JIT, CXX, JOBS, CACHE_DIR, CACHE_PATH, COMPILE_TIMEOUT)
+VARIABLES: tuple[Variable, ...] = (KERNEL, MAX_ISA, JIT, CXX, JOBS, CACHE_DIR, CACHE_PATH, DISPATCHER, COMPILE_TIMEOUT)
 
 
 @contextmanager

@@ -90,8 +90,18 @@ class NoCompilerError(AwqJitError, RuntimeError):
         tried = "; ".join(self.args[0]) or "nothing to try"
         return (
             f"no working C++ compiler ({tried}). Install g++ or clang++, or set AWQJIT_CXX to one, "
-            "or `pip install ziglang`"
+            "or `pip install awqjit[zig]`"
         )
+
+
+class NumbaError(AwqJitError, RuntimeError):
+    """numba is installed, and cannot be imported or cannot compile its functions here."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"numba does not work here: {self.args[0]}"
 
 
 class CompileError(AwqJitError, RuntimeError):

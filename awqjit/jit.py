@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from awqjit import cache, config, launch, machine, progress, reference, select, slots
-from awqjit.errors import ArgumentError, AwqJitError, AwqJitWarning, CompileError, KernelRefusedError, NoCompilerError
+from awqjit.backends.numba import NumbaKernel
+from awqjit.errors import (
+    ArgumentError,
+    AwqJitError,
+    AwqJitWarning,
+    CompileError,
+    KernelRefusedError,
+    NoCompilerError,
+    NumbaError,
+)
 from awqjit.layout import PackedWeight, unpack
 from awqjit.render import render
 from awqjit.spec import Problem
@@ -48,6 +57,10 @@ class TorchKernel:
         return reference.int4_mm(x, unpack(packed), bias, problem.act_bits)
 
 
+WITHOUT_COMPILER: dict[str, Callable[[Problem], Kernel]] = {"numba": NumbaKernel.load, "torch": TorchKernel}
+"""Rows that are not C++ -> what makes their kernel for a problem."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The kernel that serves a problem in this process, and how it came to be.
@@ -56,8 +69,8 @@ class Choice:
         problem: what it computes.
         kernel: what computes it.
         refusals: rows that come before it in the selection table, each with the reason why it was passed over.
-        origin: "built", "cache" or "baked" for a compiled kernel; "torch" for the row in plain torch.
-        compile_seconds: time in the compiler; 0 when the kernel came from a cache.
+        origin: "built", "cache" or "baked" for a compiled kernel; else the row's name, "numba" or "torch".
+        compile_seconds: time in the compiler or in numba; 0 when the kernel came from a cache or was there.
         seconds: time for everything: selecting, rendering, compiling or finding, loading.
     """
 
@@ -115,7 +128,7 @@ def choose(problem: Problem) -> Choice:
     Raises:
         KernelRefusedError: ``AWQJIT_KERNEL`` names a row that does not exist or refuses the problem.
         KernelMissingError: ``AWQJIT_JIT=0`` and the kernel is in no cache.
-        NoCompilerError, CompileError: only when ``AWQJIT_KERNEL`` forces a row that has to be compiled.
+        NoCompilerError, CompileError, NumbaError: only when ``AWQJIT_KERNEL`` forces a row that has to be compiled.
     """
     choice = _memo.choices.get(problem)
     if choice is not None:
@@ -147,9 +160,9 @@ def _make(problem: Problem) -> Choice:
                 if forced is None:
                     _warn_of_fallback(row, refusals, broken)
                 return choice
-            except (NoCompilerError, CompileError, OSError) as error:
+            except (NoCompilerError, CompileError, NumbaError, OSError) as error:
                 # A row that was asked for by name must not be replaced in silence.
-                if forced is not None or row.target is None:
+                if forced is not None:
                     raise
                 reason = error.first_error if isinstance(error, CompileError) else str(error)
                 where = f" (in {error.directory})" if isinstance(error, CompileError) else ""
@@ -160,20 +173,27 @@ def _make(problem: Problem) -> Choice:
 
 def _warn_of_fallback(row: select.Row, refusals: list[tuple[str, str]], broken: list[tuple[str, str, str]]) -> None:
     """One warning when not the row that was meant to serves a problem: the reasons are in it, not in more of them."""
-    if row.target is None:
-        # Why wider rows refuse is of no interest where the compiler is what is missing.
-        told = [(name, reason + where) for name, reason, where in broken] or refusals
-        _warn("no compiled kernel for an int4 layer, computing it slowly in plain torch", told)
+    told = [(name, reason + where) for name, reason, where in broken]
+    if row.name in WITHOUT_COMPILER:
+        # Why wider rows refuse is of no interest where the compiler is what is missing; why numba does is.
+        told += [(name, reason) for name, reason in refusals if not broken or name in WITHOUT_COMPILER]
+        slowly = "slowly in plain torch" if row.name == "torch" else "with numba, slower than a compiled kernel"
+        _warn(f"no compiled kernel for an int4 layer, computing it {slowly}", told)
     elif broken:
         names = ", ".join(name for name, _, _ in broken)
-        told = [(name, reason + where) for name, reason, where in broken]
         _warn(f"the kernel row {names} cannot be built here, {row.name} is used", told)
 
 
 def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], ...], start: float) -> Choice:
     spec = row.spec(problem)
     if spec is None:
-        return Choice(problem, TorchKernel(problem), refusals, "torch", 0.0, time.perf_counter() - start)
+        if row.name == "numba" and not config.JIT.read():
+            raise KernelRefusedError(
+                row.name, problem.slug, "AWQJIT_JIT=0 forbids compiling, and no cache has its code"
+            )
+        kernel = WITHOUT_COMPILER[row.name](problem)
+        seconds = kernel.seconds if isinstance(kernel, NumbaKernel) else 0.0
+        return Choice(problem, kernel, refusals, row.name, seconds, time.perf_counter() - start)
     request = cache.Request(spec.slug, render(spec), spec.target.flags)
     artifact = cache.fetch(request)
     try:

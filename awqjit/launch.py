@@ -64,12 +64,17 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@lru_cache(maxsize=3)
+def torch_library(name: str = "torch_cpu") -> ctypes.CDLL:
+    """One of the libraries of torch in this process: torch_cpu (with the stable C shim), c10 or torch_python."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.{suffix}"))
+
+
 @lru_cache(maxsize=1)
 def _torch_parallel_for() -> int:
     """Address of ``torch_parallel_for`` in torch's stable C shim (torch 2.10 and later)."""
-    name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-    address = ctypes.cast(library.torch_parallel_for, ctypes.c_void_p).value
+    address = ctypes.cast(torch_library().torch_parallel_for, ctypes.c_void_p).value
     assert address is not None
     return address
 
@@ -113,6 +118,12 @@ class CompiledKernel:
     @property
     def name(self) -> str:
         return self.spec.target.name
+
+    def address(self, function: str) -> int:
+        """Address of one of the library's exported functions, which stays valid while the process lives."""
+        address = ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
+        assert address is not None
+        return address
 
     def __call__(self, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
         """y = x W + bias.

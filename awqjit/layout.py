@@ -16,6 +16,7 @@ no word belongs to two groups. Columns are padded to a multiple of 16 with scale
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,6 @@ from awqjit.weight import (
     QuantizedWeight,
     ceil_div,
     check_tensor,
-    clear_padding,
     pack_nibbles,
     unpack_nibbles,
 )
@@ -38,6 +38,13 @@ LAYOUT_CPU = 1
 
 BLOCK = 16
 """Columns of one block."""
+
+_NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]  # the row, counted from the word's first, that each nibble of a packed word holds
+
+# A weight is packed a piece at a time: the temporaries stay in a core's cache and cost no memory to speak of, and torch
+# does not split so small an operation over threads, so that several layers can be packed at once.
+_CHUNK = 32_767
+_BLOCKS = 32  # of columns in a piece
 
 
 def padded_group_rows(k: int, group_size: int) -> int:
@@ -118,17 +125,15 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     """
     k, n, g = weight.in_features, weight.out_features, weight.group_size
     perm = _act_order(weight)
-    if perm is None and (g % 8 == 0 or g == k):
-        words = clear_padding(weight.qweight, k)  # every group starts at a word already
+    words = weight.qweight.new_empty(ceil_div(n, BLOCK), packed_rows(k, g) // 8, BLOCK)
+    if perm is None and k % 8 == 0 and (g % 8 == 0 or g == k):  # every packed word is a word already
+        _to_blocks(weight.qweight, words, _evens_then_odds)
     else:
-        values = weight.values()
-        padded = torch.zeros(packed_rows(k, g), n, dtype=torch.uint8, device=weight.device)
-        padded[_packed_row(k, g, weight.device)] = values if perm is None else values[perm]
-        words = pack_nibbles(padded)
+        _gather_rows(weight.qweight, _rows_of_words(k, g, perm, weight.device), words)
     return PackedWeight(
-        weight=_evens_then_odds(_to_blocks(words)),
-        scales=_to_blocks(weight.scales),
-        zeros=None if weight.zeros is None else _to_blocks(weight.zeros),
+        weight=words,
+        scales=_blocks_of(weight.scales),
+        zeros=None if weight.zeros is None else _blocks_of(weight.zeros),
         perm=None if perm is None else perm.to(torch.int32),
         in_features=k,
         out_features=n,
@@ -189,12 +194,66 @@ def _packed_row(k: int, g: int, device: torch.device) -> Tensor:
     return rows // g * padded_group_rows(k, g) + rows % g
 
 
-def _to_blocks(rows: Tensor) -> Tensor:
+def _rows_of_words(k: int, g: int, perm: Tensor | None, device: torch.device) -> Tensor:
+    """int64 [packed_rows]: the row of W that each packed row holds, in the order of a packed word's nibbles; -1 for
+    padding."""
+    rows = torch.full((packed_rows(k, g),), -1, device=device)
+    rows[_packed_row(k, g, device)] = torch.arange(k, device=device) if perm is None else perm
+    return rows.view(-1, 8)[:, _NIBBLES].flatten()
+
+
+def _tiles(rows: int, blocks: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and blocks of columns of one piece of a weight after another."""
+    top = max(1, _CHUNK // (_BLOCKS * BLOCK))
+    for block in range(0, blocks, _BLOCKS):
+        for row in range(0, rows, top):
+            yield slice(row, row + top), slice(block, block + _BLOCKS)
+
+
+def _gather_rows(words: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Packed words from any rows of canonical ones.
+
+    Args:
+        words: int32 [ceil(K / 8), N].
+        rows: int64 [8 R]: the row that nibble i of word r takes, at 8 r + i; -1 for 0.
+        out: int32 [B, R, 16], written.
+    """
+    word, shift = rows.clamp(min=0) >> 3, ((rows & 7) << 2).to(torch.int32)
+    mask = torch.where(rows < 0, 0, 15).to(torch.int32)
+    for top, block in _tiles(out.shape[1], out.shape[0]):
+        columns = words[:, block.start * BLOCK : block.stop * BLOCK]
+        part = columns.new_zeros(out[0, top].shape[0], columns.shape[1])
+        for i in range(8):
+            of = slice(8 * top.start + i, 8 * top.stop, 8)
+            # What >> drags in from the sign lies outside the mask.
+            nibbles = columns.index_select(0, word[of])
+            nibbles >>= shift[of, None]
+            nibbles &= mask[of, None]
+            nibbles <<= 4 * i
+            part |= nibbles
+        out[block, top] = _split_columns(part)
+
+
+def _to_blocks(rows: Tensor, out: Tensor, change: Callable[[Tensor], object] | None = None) -> None:
+    """[R, N] to [ceil(N / 16), R, 16], padded with 0, piece by piece; ``change`` then works on each piece in place."""
+    for top, block in _tiles(out.shape[1], out.shape[0]):
+        piece = out[block, top]
+        piece.copy_(_split_columns(rows[top, block.start * BLOCK : block.stop * BLOCK]))
+        if change is not None:
+            change(piece)
+
+
+def _split_columns(rows: Tensor) -> Tensor:
+    """[R, N] to [ceil(N / 16), R, 16], padded with 0; a view where nothing is padded."""
+    padded = F.pad(rows, (0, -rows.shape[1] % BLOCK)) if rows.shape[1] % BLOCK else rows
+    return padded.unflatten(1, (-1, BLOCK)).transpose(0, 1)
+
+
+def _blocks_of(rows: Tensor) -> Tensor:
     """[R, N] to a fresh, contiguous [ceil(N / 16), R, 16], padded with 0."""
-    r, n = rows.shape
-    blocks = ceil_div(n, BLOCK)
-    source = F.pad(rows, (0, blocks * BLOCK - n)) if n % BLOCK else rows
-    return source.reshape(r, blocks, BLOCK).permute(1, 0, 2).clone(memory_format=torch.contiguous_format)
+    out = rows.new_empty(ceil_div(rows.shape[1], BLOCK), rows.shape[0], BLOCK)
+    _to_blocks(rows, out)
+    return out
 
 
 def _from_blocks(blocked: Tensor, n: int) -> Tensor:
@@ -214,11 +273,10 @@ def _swap(words: Tensor, mask: int, shift: int) -> None:
     words ^= moved
 
 
-def _evens_then_odds(words: Tensor) -> Tensor:
+def _evens_then_odds(words: Tensor) -> None:
     """Nibbles 0 1 2 3 4 5 6 7 of each word to 0 2 4 6 1 3 5 7, in place."""
     _swap(words, 0x00F000F0, 4)  # 0 2 1 3  4 6 5 7
     _swap(words, 0x0000FF00, 8)  # 0 2 4 6  1 3 5 7
-    return words
 
 
 def _interleave(words: Tensor) -> Tensor:

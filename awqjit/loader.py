@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filling a model skeleton from an int4 checkpoint, layer by layer as its shards stream in.
+"""Filling a model skeleton from an int4 checkpoint, a few layers at a time.
 
-The model's parameters are on the meta device. :func:`make_plan` compares names and shapes first, from the shards'
-headers alone; no layer is read before all of them fit, and no parameter is ever left with made-up values. :func:`load`
-then reads one layer at a time, packs it and drops what it read: memory peaks at the packed model plus one layer.
+The model's parameters are on the meta device, and :func:`awqjit.plan.make_plan` has found every name and shape to fit:
+no parameter is ever left with made-up values. :func:`load` packs one layer while a thread reads the next one, and drops
+what it read: memory peaks at the packed model plus these two layers.
 """
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,128 +20,26 @@ from torch import Tensor, nn
 
 from awqjit import progress
 from awqjit.checkpoint import Checkpoint
-from awqjit.errors import ArgumentError, AwqJitWarning, CheckpointMismatchError, FormatError
-from awqjit.formats import FormatConfig
-from awqjit.modules import Int4Linear, from_checkpoint
+from awqjit.errors import ArgumentError, AwqJitWarning, FormatError
+from awqjit.modules import Int4Linear
+from awqjit.plan import Plan, QuantizedLayer, StoredLayer
 from awqjit.spec import act_bits_of
-from awqjit.weight import ceil_div, resolve_group_size
-
-_PARTS = ("qweight", "scales", "qzeros", "g_idx")
+from awqjit.weight import SYMMETRIC_ZERO, QuantizedWeight
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What goes where, once names and shapes have been found to fit.
+@dataclass
+class _Read:
+    """One layer's weight (None where it is not read as int4, for the reason in ``refused``) and bias."""
 
-    Attributes:
-        quantized: names of the linear layers that the checkpoint holds as int4.
-        dense: parameter or persistent buffer of the model -> tensor of the checkpoint.
-        ties: parameter -> the parameter it is to share memory with.
-        untied: parameters that the config ties, but the checkpoint gives weights of their own.
-    """
-
-    quantized: tuple[str, ...]
-    dense: dict[str, str]
-    ties: dict[str, str]
-    untied: tuple[str, ...]
-
-
-def make_plan(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    format: FormatConfig,
-    *,
-    ties: Mapping[str, str],
-    ignored: Iterable[str] = (),
-) -> Plan:
-    """Match a checkpoint's tensors to a model's. Whether a ``qweight`` is there decides, layer by layer.
-
-    Args:
-        model: the skeleton, on the meta device.
-        checkpoint: the folder.
-        format: its format.
-        ties: parameter -> parameter it shares memory with, as the config wants it.
-        ignored: regular expressions of checkpoint tensors that the model has no use for.
-
-    Raises:
-        CheckpointMismatchError: tensors are missing, left over or of another shape; all of them are listed.
-    """
-    patterns = [re.compile(pattern) for pattern in ignored]
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    left = {name for name in checkpoint.files if name in wanted or not any(p.search(name) for p in patterns)}
-    mismatched: list[str] = []
-    missing: list[str] = []
-
-    def match(name: str, shape: tuple[int, ...], source: str) -> None:
-        left.discard(source)
-        if checkpoint.shapes[source] != shape:
-            mismatched.append(f"{source} {list(checkpoint.shapes[source])}, wanted {list(shape)} for {name}")
-
-    quantized = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or f"{name}.qweight" not in checkpoint:
-            continue
-        quantized.append(name)
-        del wanted[f"{name}.weight"]
-        for part, shape in _part_shapes(module, format).items():
-            if f"{name}.{part}" in checkpoint:
-                match(name, shape, f"{name}.{part}")
-            elif part == "scales" or (part == "qzeros" and format.zero_point):
-                missing.append(f"{name}.{part}")
-        bias = f"{name}.bias"
-        bias_shape = wanted.pop(bias, None)
-        if bias_shape is not None:
-            if bias in checkpoint:
-                match(bias, bias_shape, bias)
-            else:
-                missing.append(bias)
-        elif bias in left and not checkpoint.read(bias)[bias].any():
-            left.discard(bias)  # some packers write a bias of zeros for layers that have none
-
-    dense: dict[str, str] = {}
-    kept_ties: dict[str, str] = {}
-    untied: list[str] = []
-    for target, source in ties.items():
-        if target not in wanted:  # a quantized head shares nothing
-            untied.append(target)
-        elif target in checkpoint and source in checkpoint:
-            tensors = checkpoint.read(target, source)
-            if torch.equal(tensors[target], tensors[source]):
-                match(target, wanted.pop(target), target)
-                kept_ties[target] = source
-            else:
-                untied.append(target)
-        elif target in checkpoint:
-            match(target, wanted.pop(target), target)
-            dense[source] = target
-            wanted.pop(source, None)
-            kept_ties[target] = source
-        else:
-            del wanted[target]
-            kept_ties[target] = source
-    for name, shape in wanted.items():
-        if name in checkpoint:
-            dense[name] = name
-            match(name, shape, name)
-        else:
-            missing.append(name)
-    if missing or left or mismatched:
-        raise CheckpointMismatchError(tuple(sorted(missing)), tuple(sorted(left)), tuple(mismatched))
-    return Plan(tuple(quantized), dense, kept_ties, tuple(untied))
-
-
-def _part_shapes(module: nn.Linear, format: FormatConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes that a layer's int4 tensors have in the checkpoint."""
-    k, n = module.in_features, module.out_features
-    groups = ceil_div(k, resolve_group_size(format.group_size, k))
-    qweight = (k, ceil_div(n, 8)) if format.method == "awq" else (ceil_div(k, 8), n)
-    return {"qweight": qweight, "scales": (groups, n), "qzeros": (groups, ceil_div(n, 8)), "g_idx": (k,)}
+    weight: QuantizedWeight | None
+    bias: Tensor | None
+    refused: str | None
+    notes: list[str]
 
 
 def load(
     model: nn.Module,
     checkpoint: Checkpoint,
-    format: FormatConfig,
     plan: Plan,
     *,
     dtype: torch.dtype,
@@ -154,75 +54,176 @@ def load(
     Args:
         model: the skeleton, on the meta device; filled in place.
         checkpoint: the folder.
-        format: its format.
-        plan: from :func:`make_plan`.
+        plan: from :func:`awqjit.plan.make_plan`.
         dtype: of all floating parameters outside of int4 layers, whose scales and biases stay as they are on disk.
         compute: "w4a16" or "w4a8".
         keep_fp32: parts of parameter names that stay fp32 whatever ``dtype`` is.
         show_progress: a bar over the layers on stderr.
 
     Returns:
-        Names of int4 layers that no kernel takes; they were dequantized to ``nn.Linear``, with one warning for all.
+        Names of layers that cannot run as int4; they were dequantized to ``nn.Linear``, with one warning for all.
 
     Raises:
         ArgumentError: ``compute`` is unknown.
-        FormatError: a layer is in a form that is not read.
+        FormatError: a layer's tensors are damaged or in a form that is not read.
     """
     act_bits_of(compute)
     refused: dict[str, str] = {}
+    notes = {sentence: list(layers) for sentence, layers in plan.notes.items()}
     with progress.bar("loading layers", len(plan.quantized) + len(plan.dense), show_progress) as advance:
         # Embeddings are the largest tensors of small models: they come first, while little else is in memory.
-        for name, source in plan.dense.items():
+        for name, sources in plan.dense.items():
             fp32 = any(part in name.split(".") for part in keep_fp32)
-            _set(model, name, checkpoint.read(source, dtype=torch.float32 if fp32 else dtype)[source])
+            read = checkpoint.read(*sources, dtype=torch.float32 if fp32 else dtype)
+            _set(model, name, _join([read.pop(source) for source in sources], 0))
             advance()
-        for name in plan.quantized:
-            _load_quantized(model, name, checkpoint, format, compute, dtype, refused)
+        for layer, read_layer in _read_ahead(checkpoint, plan.quantized):
+            parent, last = _parent(model, layer.name)
+            module, reason = _module(checkpoint, layer, read_layer, dtype, compute)
+            setattr(parent, last, module.train(getattr(parent, last).training))
+            if reason is not None:
+                refused[layer.name] = reason
+            for sentence in read_layer.notes:
+                notes.setdefault(sentence, []).append(layer.name)
+            del read_layer
             advance()
     for target, shared in plan.ties.items():
         parent, last = _parent(model, target)
         setattr(parent, last, model.get_parameter(shared))
+    _warn(refused, notes, dtype)
+    return tuple(refused)
+
+
+def _read_ahead(checkpoint: Checkpoint, layers: Sequence[QuantizedLayer]) -> Iterator[tuple[QuantizedLayer, _Read]]:
+    """The layers in their order; while one is being used, a thread reads the next.
+
+    What stays is allocated in the thread that packs, what is temporary in the other one: mixed, they would leave holes
+    in the allocator's memory that count as used.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="awqjit-load") as pool:
+        previous: tuple[QuantizedLayer, Future[_Read]] | None = None
+        for layer in layers:
+            future = pool.submit(_read_layer, checkpoint, layer)
+            try:
+                if previous is not None:
+                    yield previous[0], previous[1].result()
+            except BaseException:
+                future.cancel()
+                raise
+            previous = layer, future
+        if previous is not None:
+            yield previous[0], previous[1].result()
+
+
+def _read_layer(checkpoint: Checkpoint, layer: QuantizedLayer) -> _Read:
+    notes: list[str] = []
+    biases = [checkpoint.read(part.bias)[part.bias] for part in layer.parts if part.bias is not None]
+    bias = _join(biases, 0) if biases else None
+    refused = next((part.format.refused for part in layer.parts if part.format.refused), None)
+    if refused is not None:
+        return _Read(None, bias, refused, notes)
+    weights = [_read(checkpoint, part, notes) for part in layer.parts]
+    if len(weights) == 1:
+        return _Read(weights[0], bias, None, notes)
+    try:
+        return _Read(join_columns(weights), bias, None, notes)
+    except FormatError as error:
+        return _Read(None, bias, str(error), notes)
+
+
+def _module(
+    checkpoint: Checkpoint, layer: QuantizedLayer, read: _Read, dtype: torch.dtype, compute: str
+) -> tuple[nn.Module, str | None]:
+    """One layer, packed; dequantized if it cannot be, and why."""
+    reason = read.refused
+    if read.weight is not None:
+        weight, read.weight = read.weight, None
+        try:
+            return Int4Linear.from_quantized(weight, read.bias, compute=compute, format=layer.parts[0].format), None
+        except (ArgumentError, FormatError) as error:
+            reason = str(error)
+    # Read again: that a layer cannot be packed is rare, and keeping its tensors for the case would always cost memory.
+    return _linear([_dequantize(checkpoint, part).to(dtype) for part in layer.parts], read.bias), reason
+
+
+def _tensors(checkpoint: Checkpoint, part: StoredLayer) -> dict[str, Tensor]:
+    read = checkpoint.read(*part.tensors.values())
+    return {last: read.pop(source) for last, source in part.tensors.items()}
+
+
+def _read(checkpoint: Checkpoint, part: StoredLayer, notes: list[str]) -> QuantizedWeight:
+    with _named(part):
+        return part.format.read(_tensors(checkpoint, part), part.in_features, part.out_features, notes=notes)
+
+
+def _dequantize(checkpoint: Checkpoint, part: StoredLayer) -> Tensor:
+    with _named(part):
+        return part.format.dequantize(_tensors(checkpoint, part), part.in_features, part.out_features)
+
+
+@contextmanager
+def _named(part: StoredLayer) -> Iterator[None]:
+    """Name the layer in what its reader raises."""
+    try:
+        yield
+    except (ArgumentError, FormatError) as error:
+        raise FormatError(f"the layer {part.name} cannot be read: {error}", "") from error
+
+
+def join_columns(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight of several with the same rows, side by side.
+
+    Raises:
+        FormatError: their groups or the dtypes of their scales differ.
+    """
+    first = weights[0]
+    for weight in weights:
+        same_groups = weight.group_size == first.group_size and torch.equal(weight.row_groups(), first.row_groups())
+        if not same_groups or weight.scales.dtype != first.scales.dtype:
+            raise FormatError("its parts are stored with different groups or scales", "")
+    symmetric = all(weight.zeros is None for weight in weights)
+    zeros = [
+        torch.full_like(w.scales, SYMMETRIC_ZERO, dtype=torch.uint8) if w.zeros is None else w.zeros for w in weights
+    ]
+    return dataclasses.replace(
+        first,
+        qweight=_join([weight.qweight for weight in weights], 1),
+        scales=_join([weight.scales for weight in weights], 1),
+        zeros=None if symmetric else _join(zeros, 1),
+        out_features=sum(weight.out_features for weight in weights),
+    )
+
+
+def _join(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def _linear(weights: list[Tensor], bias: Tensor | None) -> nn.Linear:
+    """An ``nn.Linear`` of weights [K, N] side by side, in their dtype."""
+    weight = _join(weights, 1)
+    linear = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+    return linear
+
+
+def _warn(refused: dict[str, str], notes: dict[str, list[str]], dtype: torch.dtype) -> None:
+    """One warning for all layers that run as float, one for all that are not stored as the config says."""
     if refused:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:5])
         warnings.warn(
             f"{len(refused)} int4 layers run as dequantized {dtype} layers, because they cannot be packed ({reasons}"
             f"{'; ...' if len(refused) > 5 else ''})",
             AwqJitWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
-    return tuple(refused)
-
-
-def _load_quantized(
-    model: nn.Module,
-    name: str,
-    checkpoint: Checkpoint,
-    format: FormatConfig,
-    compute: str,
-    dtype: torch.dtype,
-    refused: dict[str, str],
-) -> None:
-    linear = model.get_submodule(name)
-    names = [f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in checkpoint]
-    read = checkpoint.read(*names)
-    try:
-        tensors = {full.rpartition(".")[2]: read.pop(full) for full in names}
-        weight = from_checkpoint(tensors, format, format.group_size)
-        del tensors
-    except (ArgumentError, FormatError) as error:
-        raise FormatError(f"the layer {name} cannot be read: {error}", "") from error
-    bias = None if linear.bias is None else checkpoint.read(f"{name}.bias")[f"{name}.bias"]
-    parent, last = _parent(model, name)
-    try:
-        layer: nn.Module = Int4Linear.from_quantized(weight, bias, compute=compute, format=format)
-    except ArgumentError as error:
-        refused[name] = str(error)
-        layer = nn.Linear(weight.in_features, weight.out_features, bias=bias is not None, device="meta")
-        layer.weight = nn.Parameter(weight.dequantize(dtype).T.contiguous(), requires_grad=False)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
-    layer.train(linear.training)
-    setattr(parent, last, layer)
+    if notes:
+        lines = [
+            f"{sentence} ({len(layers)} layers: {', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''})"
+            for sentence, layers in notes.items()
+        ]
+        warnings.warn(f"the checkpoint is not as its config says: {'; '.join(lines)}", AwqJitWarning, stacklevel=4)
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:

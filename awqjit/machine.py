@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from awqjit import config, cpuid
+from awqjit import config, cpuid, hwcap
 from awqjit.errors import ConfigError
 
 ISA_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
@@ -21,14 +24,26 @@ ISA_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx512_bf16", frozenset({"avx512_bf16"})),
     ("amx", frozenset({"amx_tile", "amx_int8", "amx_bf16"})),
 )
-"""Levels that ``AWQJIT_MAX_ISA`` can name, narrowest first, each with the features it adds to those before it."""
+"""What ``AWQJIT_MAX_ISA`` can name on x86-64, narrowest first, each level with the features it adds to those before."""
 
-_KNOWN = frozenset().union(*(features for _, features in ISA_LEVELS))
+ARM_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("portable", frozenset()),
+    ("neon", frozenset({"asimd"})),
+    ("neon_dot", frozenset({"asimddp"})),
+    ("neon_i8mm", frozenset({"i8mm"})),
+    ("neon_bf16", frozenset({"bf16"})),
+)
+"""The same for aarch64."""
+
+
+def levels_of(architecture: str) -> tuple[tuple[str, frozenset[str]], ...]:
+    """The levels of a ``platform.machine()``."""
+    return ARM_LEVELS if architecture in hwcap.MACHINES else ISA_LEVELS
 
 
 @dataclass(frozen=True)
 class Level:
-    """One of :data:`ISA_LEVELS` on a machine: whether all features it adds can be used, and if not, why."""
+    """One of :func:`levels_of` on a machine: whether all features it adds can be used, and if not, why."""
 
     name: str
     on: bool
@@ -43,11 +58,12 @@ class Machine:
         architecture: ``platform.machine()``, for example "x86_64".
         system: ``platform.system()``, for example "Linux".
         cpu: the CPU's marketing name.
-        features: usable features among those of :data:`ISA_LEVELS`, in the spelling of ``/proc/cpuinfo``.
+        features: usable features among those of :func:`levels_of`, in the spelling of ``/proc/cpuinfo``.
         max_isa: the level ``AWQJIT_MAX_ISA`` caps the features at, or None.
         no_compiler: why no kernel can be compiled here; None when one can (or may come from a cache).
         source: where the features were read, and why not in a better place.
         absent: why a feature that is not in ``features`` cannot be used, as far as known.
+        no_numba: why numba cannot be used here, as far as can be told without importing it; None when it can.
     """
 
     architecture: str
@@ -58,6 +74,7 @@ class Machine:
     no_compiler: str | None = None
     source: str = ""
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
+    no_numba: str | None = None
 
     def missing(self, features: frozenset[str]) -> str | None:
         """Why code that needs ``features`` cannot run here, or None when it can."""
@@ -71,9 +88,9 @@ class Machine:
         return f"this CPU has no {', '.join(absent)}{cap}{why}"
 
     def levels(self) -> tuple[Level, ...]:
-        """Every level of :data:`ISA_LEVELS` with its state here, narrowest first."""
+        """Every level of :func:`levels_of` with its state here, narrowest first."""
         levels = []
-        for name, features in ISA_LEVELS:
+        for name, features in levels_of(self.architecture):
             reasons: dict[str, list[str]] = {}
             for feature in sorted(features - self.features):
                 reasons.setdefault(self.absent.get(feature, cpuid.NOT_THERE), []).append(feature)
@@ -95,7 +112,7 @@ def _cpuinfo() -> tuple[str, frozenset[str]]:
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             name = value.strip()
-        elif key.strip() == "flags":
+        elif key.strip() in ("flags", "Features"):  # ARM writes the latter
             flags = frozenset(value.split())
             break
     return name, flags
@@ -104,13 +121,37 @@ def _cpuinfo() -> tuple[str, frozenset[str]]:
 @lru_cache(maxsize=1)
 def _features() -> tuple[dict[str, str], str]:
     """Each known feature -> why it cannot be used, "" for one that can; and where that was read."""
+    known = frozenset().union(*(features for _, features in levels_of(platform.machine())))
     try:
-        reasons = cpuid.explain_features(*cpuid.read_registers())
-        return {name: reasons[name] for name in _KNOWN}, "CPUID and XCR0"
+        if platform.machine() in hwcap.MACHINES:
+            reasons, source = hwcap.explain_features()
+        else:
+            reasons, source = cpuid.explain_features(*cpuid.read_registers()), "CPUID and XCR0"
+        return {name: reasons[name] for name in known}, source
     except cpuid.UnreadableError as error:
         _, flags = _cpuinfo()
         source = f"/proc/cpuinfo ({error})"
-        return {name: "" if name in flags else f"/proc/cpuinfo does not list it ({error})" for name in _KNOWN}, source
+        return {name: "" if name in flags else f"/proc/cpuinfo does not list it ({error})" for name in known}, source
+
+
+def _no_numba() -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed"
+    version, pythons = _numba_pythons()
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"numba {version} does not support Python {here}" if pythons and here not in pythons else None
+
+
+@lru_cache(maxsize=1)
+def _numba_pythons() -> tuple[str, frozenset[str]]:
+    """numba's version and the Pythons it was made for, "3.12" and the like: it refuses to be imported in others."""
+    try:
+        found = importlib.metadata.metadata("numba")
+    except importlib.metadata.PackageNotFoundError:
+        return "", frozenset()  # put there by hand
+    prefix = "Programming Language :: Python :: "
+    stated = (text.removeprefix(prefix) for text in found.get_all("Classifier") or () if text.startswith(prefix))
+    return found["Version"], frozenset(text for text in stated if text.startswith("3."))
 
 
 def detect(no_compiler: str | None = None) -> Machine:
@@ -122,13 +163,14 @@ def detect(no_compiler: str | None = None) -> Machine:
     reasons, source = _features()
     cap = config.MAX_ISA.read()
     if cap is not None:
-        levels = [level for level, _ in ISA_LEVELS]
+        table = levels_of(platform.machine())
+        levels = [level for level, _ in table]
         if cap not in levels:
             raise ConfigError(config.MAX_ISA.name, cap, f"one of {', '.join(levels)}")
-        allowed = frozenset().union(*(features for _, features in ISA_LEVELS[: levels.index(cap) + 1]))
+        allowed = frozenset().union(*(features for _, features in table[: levels.index(cap) + 1]))
         hidden = f"hidden by AWQJIT_MAX_ISA={cap}"
         reasons = {name: reason or ("" if name in allowed else hidden) for name, reason in reasons.items()}
     usable = frozenset(name for name, reason in reasons.items() if not reason)
     absent = {name: reason for name, reason in reasons.items() if reason}
     name, _ = _cpuinfo()
-    return Machine(platform.machine(), platform.system(), name, usable, cap, no_compiler, source, absent)
+    return Machine(platform.machine(), platform.system(), name, usable, cap, no_compiler, source, absent, _no_numba())

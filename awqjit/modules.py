@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,7 @@ from torch import Tensor, nn
 
 from awqjit import ops  # noqa: F401  (registers torch.ops.awqjit)
 from awqjit.errors import ArgumentError, FormatError
-from awqjit.formats import FormatConfig
-from awqjit.formats.awq import awq_to_standard, standard_to_awq
-from awqjit.formats.gptq import gptq_to_standard, standard_to_gptq
+from awqjit.formats import FormatConfig, LayerFormat
 from awqjit.jit import DTYPE_NAMES
 from awqjit.layout import PackedWeight, pack, unpack
 from awqjit.spec import COMPUTE, Problem, act_bits_of
@@ -22,27 +21,20 @@ from awqjit.weight import QuantizedWeight, check_tensor
 AWQ_GEMM = FormatConfig(method="awq", bits=4, group_size=-1, zero_point=True, version="gemm")
 """The form in which a layer made from a bare QuantizedWeight speaks."""
 
-CHECKPOINT_NAMES: dict[str, tuple[str, ...]] = {
-    "awq": ("qweight", "scales", "qzeros"),
-    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
-}
-"""Format method -> the last names of the tensors that a checkpoint holds for one layer."""
-
 _PACKED = ("packed_weight", "packed_scales", "packed_zeros", "packed_perm")
 
 
-def to_checkpoint(weight: QuantizedWeight, format: FormatConfig) -> dict[str, Tensor]:
+def to_checkpoint(weight: QuantizedWeight, format: LayerFormat) -> dict[str, Tensor]:
     """A canonical weight as the tensors that a checkpoint of ``format`` holds for one layer, by their last names.
 
     Raises:
         FormatError: the format cannot express the weight.
     """
-    tensors = standard_to_awq(weight) if format.method == "awq" else standard_to_gptq(weight, v2=format.v2)
-    return dict(zip(CHECKPOINT_NAMES[format.method], tensors, strict=True))
+    return format.write(weight)
 
 
 def from_checkpoint(
-    tensors: dict[str, Tensor], format: FormatConfig, group_size: int, *, act_order: bool = False
+    tensors: dict[str, Tensor], format: LayerFormat, group_size: int, *, act_order: bool = False
 ) -> QuantizedWeight:
     """The canonical weight of one layer's checkpoint tensors, by their last names.
 
@@ -50,20 +42,13 @@ def from_checkpoint(
         ArgumentError, FormatError: the tensors do not fit together, are in a form that is not read, or hold scales
             that are NaN or infinite.
     """
-    qweight, scales, qzeros, g_idx = (tensors.get(name) for name in CHECKPOINT_NAMES["gptq"])
-    if qweight is None or scales is None:
-        raise ArgumentError("qweight, scales", "nothing", "both tensors")
-    if scales.is_floating_point() and not bool(torch.isfinite(scales).all()):
-        raise FormatError("a scale is NaN or infinite", "The checkpoint is damaged: fetch or quantize it again.")
-    if format.method == "awq":
-        weight = awq_to_standard(qweight, scales, qzeros, group_size)
-        # AWQ has no act-order; some packers write the trivial g_idx all the same.
-        if g_idx is not None and not torch.equal(g_idx.long(), weight.row_groups().long()):
-            raise FormatError("an AWQ layer has a g_idx other than k // group_size", "Use the checkpoint's GPTQ form.")
-        return weight
-    return gptq_to_standard(
-        qweight, scales, qzeros, group_size, v2=format.v2, sym=format.sym, g_idx=g_idx, act_order=act_order
-    )
+    weight = dataclasses.replace(format.one(), group_size=group_size).read(tensors)
+    if not act_order and not weight.in_group_order():
+        raise FormatError(
+            "the rows are in act-order (desc_act, a g_idx other than k // group_size), which is not supported",
+            "Use a checkpoint made with desc_act=false.",
+        )
+    return weight
 
 
 class Int4Linear(nn.Module):
@@ -93,7 +78,7 @@ class Int4Linear(nn.Module):
         bias: Tensor | None = None,
         *,
         compute: str = "w4a16",
-        format: FormatConfig = AWQ_GEMM,
+        format: LayerFormat = AWQ_GEMM,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = packed.in_features, packed.out_features
@@ -114,7 +99,7 @@ class Int4Linear(nn.Module):
         bias: Tensor | None = None,
         *,
         compute: str = "w4a16",
-        format: FormatConfig = AWQ_GEMM,
+        format: LayerFormat = AWQ_GEMM,
     ) -> Int4Linear:
         """Pack a canonical weight into a layer.
 
@@ -230,7 +215,7 @@ class Int4Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = CHECKPOINT_NAMES[self.format.method]
+        names = self.format.saved_names
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in names}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -239,9 +224,8 @@ class Int4Linear(nn.Module):
         if written != self._written_form():
             error_msgs.append(f"{prefix.removesuffix('.')}: the state is of {written}, wanted {self._written_form()}")
             return
-        absent = [name for name in ("qweight", "scales") if name not in tensors]
-        if not self.format.sym and "qzeros" not in tensors:
-            absent.append("qzeros")
+        wanted = self.format.shapes(self.in_features, self.out_features)
+        absent = [name for name, shapes in wanted.items() if shapes.required and name not in tensors]
         if absent:
             missing_keys.extend(prefix + name for name in absent)
             return
@@ -249,13 +233,8 @@ class Int4Linear(nn.Module):
         if device.type != "meta":  # a layer without memory takes the checkpoint's device, any other one keeps its own
             tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         try:
-            weight = from_checkpoint(tensors, self.format, self.group_size, act_order=True)
-            if (weight.in_features, weight.out_features) != (self.in_features, self.out_features):
-                raise ArgumentError(
-                    "qweight",
-                    f"a weight of {weight.in_features} x {weight.out_features}",
-                    f"{self.in_features} x {self.out_features}",
-                )
+            format = dataclasses.replace(self.format.one(), group_size=self.group_size)
+            weight = format.read(tensors, self.in_features, self.out_features)
             self._set(pack(weight.symmetric_if_possible()))
         except ValueError as error:  # ArgumentError and FormatError
             error_msgs.append(f"{prefix.removesuffix('.')}: {error}")

@@ -228,6 +228,15 @@ def warn_of_refused(searched: Iterable[Place]) -> None:
             warn_once("refused", text)
 
 
+def private_directory() -> Path:
+    """The temporary directory of this process, made if need be; removed at its end.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    return _private.make()
+
+
 def remove_at_exit(path: Path) -> None:
     """Remove a directory when this process (not a forked child) ends. Libraries loaded from it stay mapped."""
     atexit.register(_remove, os.getpid(), path)

@@ -64,7 +64,7 @@ def _prefill_heights(tile: Tile) -> list[int]:
 def render(spec: KernelSpec) -> str:
     """The kernel's whole C++ source. Its head names the spec, the version and the command that compiles it."""
     problem, tile = spec.problem, spec.tile
-    vocabulary = spec.target.vocabulary(problem.x_dtype)
+    vocabulary = spec.target.vocabulary(problem.act_bits, problem.x_dtype)
     k, n, g = problem.k, problem.n, problem.group_size
     padded = padded_group_rows(k, g)
     last = k - (problem.groups - 1) * g
@@ -82,6 +82,7 @@ def render(spec: KernelSpec) -> str:
             vocabulary=vocabulary.name,
             steps=vocabulary.steps,
             decode_chains=vocabulary.chains_for,
+            narrow_words=vocabulary.narrow_words,
             tile=tile,
             prefill_heights=_prefill_heights(tile),
             k=k,
@@ -103,3 +104,14 @@ def render(spec: KernelSpec) -> str:
             exact_fp32_sums=padded * 127 * 15 < 1 << 24,
         )
     )
+
+
+def render_dispatcher() -> tuple[str, tuple[str, ...]]:
+    """The C++ source of the operator's dispatcher, and the compiler flags it needs."""
+    flags = ("-fexceptions",)  # Python's exceptions pass through it
+    text = (
+        _environment()
+        .get_template("cpu/dispatcher.cpp.jinja")
+        .render(version=__version__, command=shlex.join(neutral_command(flags)), tensor_impl_bytes=184)
+    )
+    return text, flags

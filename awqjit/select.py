@@ -19,7 +19,7 @@ class Row:
     Attributes:
         name: what slugs, ``explain`` and ``AWQJIT_KERNEL`` call it.
         device: device type of the tensors it takes.
-        target: how it is compiled; None for the row in plain torch.
+        target: how its C++ is compiled; None for the rows without any, numba's and the one in plain torch.
         accepts: ``accepts(problem, machine)`` is None when the row runs the problem on the machine, else the reason.
     """
 
@@ -29,10 +29,10 @@ class Row:
     accepts: Callable[[Problem, Machine], str | None]
 
     def spec(self, problem: Problem) -> KernelSpec | None:
-        """What to render for ``problem``, with the row's default tile; None for the row in plain torch."""
+        """What to render for ``problem``, with the row's default tile; None for the rows without C++."""
         if self.target is None:
             return None
-        return KernelSpec(problem, self.target, self.target.tile(problem.x_dtype))
+        return KernelSpec(problem, self.target, self.target.tile(problem.act_bits, problem.x_dtype))
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,34 @@ def _compiled(target: Target) -> Row:
     def accepts(problem: Problem, machine: Machine) -> str | None:
         if problem.act_bits not in target.act_bits:
             return f"computes {' and '.join(f'w4a{bits}' for bits in target.act_bits)} only"
-        if machine.system not in ("Linux", "Darwin"):
-            return f"compiled kernels run on Linux and macOS, this is {machine.system}"
+        if refusal := _no_pool(machine):
+            return refusal
         if target.machines and machine.architecture not in target.machines:
             return f"needs {target.machines[0]}, this is {machine.architecture}"
-        if problem.act_bits == 8 and problem.group_size > MAX_W4A8_GROUP:
-            return f"int32 sums hold groups of at most {MAX_W4A8_GROUP} rows"
-        return machine.missing(target.features) or machine.no_compiler
+        return _too_long(problem) or machine.missing(target.features) or machine.no_compiler
 
     return Row(target.name, "cpu", target, accepts)
 
 
+def _numba(problem: Problem, machine: Machine) -> str | None:
+    return _no_pool(machine) or _too_long(problem) or machine.no_numba
+
+
+def _no_pool(machine: Machine) -> str | None:
+    if machine.system in ("Linux", "Darwin"):
+        return None
+    return f"compiled kernels run on Linux and macOS, this is {machine.system}"
+
+
+def _too_long(problem: Problem) -> str | None:
+    if problem.act_bits == 16 or problem.group_size <= MAX_W4A8_GROUP:
+        return None
+    return f"int32 sums hold groups of at most {MAX_W4A8_GROUP} rows"
+
+
 ROWS: tuple[Row, ...] = (
     *(_compiled(target) for target in TARGETS),
+    Row("numba", "cpu", None, _numba),
     Row("torch", "cpu", None, lambda problem, machine: None),
 )
 """Best first, the reference last."""

@@ -94,5 +94,5 @@ class KernelSpec:
     def slug(self) -> str:
         """For example ``w4a8-bf16-k4096-n11008-g128-sfp16-asym-avx512_vnni``, then the tile if not the default."""
         name = f"{self.problem.slug}-{self.target.name}"
-        default = self.target.tile(self.problem.x_dtype)
+        default = self.target.tile(self.problem.act_bits, self.problem.x_dtype)
         return name if self.tile == default else f"{name}-{self.tile.slug}"

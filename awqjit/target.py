@@ -7,7 +7,7 @@ operating system has switched on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from awqjit.errors import ArgumentError
 
@@ -56,12 +56,17 @@ class Vocabulary:
         name: the file's name without its ending.
         steps: operands a word of 8 rows is split into, that is dot products per word.
         chains: independent accumulators that keep the dot product units busy, over all rows of a tile together
-            (latency times instructions a cycle).
+            (latency times instructions a cycle, over the registers of an accumulator).
+        tile: register tiles that its accumulators and operands fit, whichever compiler builds them.
+        narrow_words: words whose products may be added in its narrow sums before these have to be widened into
+            accumulators; 0 where dot products go into accumulators at once.
     """
 
     name: str
     steps: int
     chains: int
+    tile: Tile = Tile()
+    narrow_words: int = 0
 
     def chains_for(self, rows: int) -> int:
         """Accumulators each of ``rows`` rows gets: a power of two, so that unrolled words share them evenly."""
@@ -76,8 +81,17 @@ VOCABULARIES: dict[str, Vocabulary] = {
     for vocabulary in (
         Vocabulary("avx512_vnni", steps=2, chains=8),
         Vocabulary("avx512_bf16", steps=4, chains=8),
+        Vocabulary("avx512_int16", steps=2, chains=1, narrow_words=4),
         Vocabulary("avx512_fp32", steps=8, chains=8),
-        Vocabulary("portable", steps=8, chains=1),
+        # 16 registers of 8 columns: 6 rows of 16 columns leave four for operands.
+        Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(rows=6, blocks=1, decode_rows=5)),
+        Vocabulary("avx2_int16", steps=2, chains=1, tile=Tile(rows=6, blocks=1, decode_rows=4), narrow_words=4),
+        Vocabulary("avx2_fp32", steps=8, chains=2, tile=Tile(rows=6, blocks=1, decode_rows=4)),
+        # 32 registers of 4 columns. clang keeps all x of a tile in registers: 6 rows of int8 are too many for it.
+        # Splitting into fp32 takes most registers and most of the time: one row, one chain.
+        Vocabulary("neon_dot", steps=2, chains=4, tile=Tile(rows=5, blocks=1, decode_rows=4)),
+        Vocabulary("neon_fp32", steps=8, chains=1, tile=Tile(rows=6, blocks=1, decode_rows=1)),
+        Vocabulary("portable", steps=8, chains=1, tile=Tile(rows=2, blocks=1, decode_rows=2)),
     )
 }
 
@@ -88,64 +102,116 @@ class Target:
 
     Attributes:
         name: the row's name in the selection table, in slugs and in ``AWQJIT_KERNEL``.
-        act_bits: compute modes it serves: 16 (w4a16), 8 (w4a8).
         features: CPU features without which its code must not be loaded; empty for any CPU.
         flags: compiler flags that allow exactly those instructions.
-        vocabularies: dtype of x -> name in :data:`VOCABULARIES`.
-        tiles: dtype of x -> register tiles.
+        vocabularies: (act_bits, dtype of x) -> name in :data:`VOCABULARIES`, every dtype of each mode it serves.
         machines: ``platform.machine()`` values it can run on; empty for any.
     """
 
     name: str
-    act_bits: tuple[int, ...]
     features: frozenset[str]
     flags: tuple[str, ...]
-    vocabularies: dict[str, str]
-    tiles: dict[str, Tile] = field(default_factory=dict)
+    vocabularies: dict[tuple[int, str], str]
     machines: tuple[str, ...] = ()
 
-    def vocabulary(self, x_dtype: str) -> Vocabulary:
-        return VOCABULARIES[self.vocabularies[x_dtype]]
+    def __post_init__(self) -> None:
+        for key in ((bits, dtype) for bits in self.act_bits for dtype in DTYPES):
+            if self.vocabularies.get(key) not in VOCABULARIES:
+                raise ArgumentError(f"Target.vocabularies[{key}]", self.vocabularies.get(key), ", ".join(VOCABULARIES))
 
-    def tile(self, x_dtype: str) -> Tile:
-        return self.tiles.get(x_dtype, Tile())
+    @property
+    def act_bits(self) -> tuple[int, ...]:
+        """Compute modes it serves: 8 (w4a8), 16 (w4a16)."""
+        return tuple(sorted({bits for bits, _ in self.vocabularies}))
+
+    def vocabulary(self, act_bits: int, x_dtype: str) -> Vocabulary:
+        return VOCABULARIES[self.vocabularies[act_bits, x_dtype]]
+
+    def tile(self, act_bits: int, x_dtype: str) -> Tile:
+        """The register tiles it is built with unless a spec says otherwise."""
+        return self.vocabulary(act_bits, x_dtype).tile
 
 
 _X86 = ("x86_64", "AMD64")
+_ARM = ("aarch64", "arm64")
+# Before it hands out registers gcc moves loads up, and then spills them; clang has no such flag and would say so.
+# (And -mcpu, as zig reads it and not -march.)
+_ARM_FLAGS = ("-fno-schedule-insns", "-Wno-ignored-optimization-argument")
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"})
 
 
-def _each(value: str) -> dict[str, str]:
-    return dict.fromkeys(DTYPES, value)
+def _each(vocabulary: str, *act_bits: int) -> dict[tuple[int, str], str]:
+    """One vocabulary for every dtype of x, in these modes."""
+    return {(bits, dtype): vocabulary for bits in act_bits for dtype in DTYPES}
 
 
 TARGETS: tuple[Target, ...] = (
     Target(
         name="avx512_vnni",
-        act_bits=(8,),
         features=_AVX512 | {"avx512_vnni"},
         flags=(*_AVX512_FLAGS, "-mavx512vnni"),
-        vocabularies=_each("avx512_vnni"),
+        vocabularies=_each("avx512_vnni", 8),
+        machines=_X86,
+    ),
+    Target(
+        name="avx_vnni",
+        features=_AVX2 | {"avx_vnni"},
+        flags=(*_AVX2_FLAGS, "-mavxvnni"),
+        vocabularies=_each("avx_vnni", 8),
+        machines=_X86,
+    ),
+    Target(
+        name="avx512bw",
+        features=_AVX512,
+        flags=_AVX512_FLAGS,
+        vocabularies=_each("avx512_int16", 8),
         machines=_X86,
     ),
     Target(
         name="avx512_bf16",
-        act_bits=(16,),
         features=_AVX512 | {"avx512_bf16"},
         flags=(*_AVX512_FLAGS, "-mavx512bf16"),
         # fp16 and fp32 activations have more bits than a bf16 dot product takes: they run on fp32 FMA.
-        vocabularies={"bf16": "avx512_bf16", "fp16": "avx512_fp32", "fp32": "avx512_fp32"},
+        vocabularies={**_each("avx512_fp32", 16), (16, "bf16"): "avx512_bf16"},
         machines=_X86,
     ),
     Target(
+        name="avx512",
+        features=_AVX512,
+        flags=_AVX512_FLAGS,
+        vocabularies=_each("avx512_fp32", 16),
+        machines=_X86,
+    ),
+    Target(
+        name="avx2",
+        features=_AVX2,
+        flags=_AVX2_FLAGS,
+        vocabularies={**_each("avx2_int16", 8), **_each("avx2_fp32", 16)},
+        machines=_X86,
+    ),
+    Target(
+        name="neon_dot",
+        features=frozenset({"asimd", "asimddp"}),
+        flags=("-mcpu=generic+dotprod", *_ARM_FLAGS),
+        vocabularies=_each("neon_dot", 8),
+        machines=_ARM,
+    ),
+    Target(
+        name="neon",
+        features=frozenset({"asimd"}),
+        flags=("-mcpu=generic", *_ARM_FLAGS),
+        vocabularies=_each("neon_fp32", 16),
+        machines=_ARM,
+    ),
+    Target(
         name="portable",
-        act_bits=(8, 16),
         features=frozenset(),
         # Vectors wider than the CPU's are passed to inlined functions only: the ABI gcc warns about is never used.
         flags=("-Wno-psabi",),
-        vocabularies=_each("portable"),
-        tiles=dict.fromkeys(DTYPES, Tile(rows=2, blocks=1, decode_rows=2)),
+        vocabularies=_each("portable", 8, 16),
     ),
 )
 

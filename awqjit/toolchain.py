@@ -54,6 +54,8 @@ extern "C" __attribute__((visibility("default"))) int awqjit_probe(int x) {
 extern "C" __attribute__((visibility("default"))) const char* awqjit_probe_version() { return __VERSION__; }
 """
 _KINDS = {1: "gcc", 2: "clang"}
+# Unlike gcc and clang, zig compiles for the CPU it runs on unless told not to, and builds a C++ library first.
+_ZIG = ("-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline")
 _PROBE_TIMEOUT = 120  # the first run of zig builds its runtime libraries, a minute on a slow machine
 _VERSION_TIMEOUT = 20
 
@@ -97,9 +99,7 @@ def candidates() -> tuple[Candidate, ...]:
         found.append(Candidate("CXX", _split(os.environ["CXX"].strip())))
     found += [Candidate(name, _split(name)) for name in ("g++", "clang++")]
     if importlib.util.find_spec("ziglang") is not None:
-        # Unlike gcc and clang, zig compiles for the CPU it runs on unless told not to, and builds a C++ library first.
-        zig = (sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline")
-        found.append(Candidate("ziglang", zig))
+        found.append(Candidate("ziglang", (sys.executable, *_ZIG)))
     return tuple(found)
 
 
@@ -194,7 +194,8 @@ def compile_shared(
     """
     if output.parent != source.parent:
         raise ArgumentError("output", output, f"a file in {source.parent}, where the compiler runs")
-    failure, log = child.run(relative_command(compiler, flags, source, output), source.parent, timeout)
+    command = relative_command(compiler, flags, source, output)
+    failure, log = child.run(command, source.parent, timeout, _variables(compiler.argv))
     if failure is None and not (output.is_file() and output.stat().st_size > 0):
         failure = "error: the compiler reported success but wrote no shared library"
     if failure is not None:
@@ -210,16 +211,18 @@ def file_stamp(argv: tuple[str, ...]) -> str | None:
         argv: the compiler's command.
 
     Returns:
-        None for a command with arguments: its first word need not be what compiles.
+        None for a command with arguments, zig's excepted: its first word need not be what compiles.
     """
-    if len(argv) != 1:
+    zig = argv[1:] == _ZIG
+    if len(argv) != 1 and not zig:
         return None
     try:
-        real = os.path.realpath(argv[0])
+        real = os.path.realpath(_zig_executable() if zig else argv[0])
         status = os.stat(real)
     except OSError:
         return None
-    return f"{real}|{status.st_size}|{status.st_mtime_ns}|{_libc()}"
+    arguments = f"|{shlex.join(argv[1:])}" if zig else ""
+    return f"{real}|{status.st_size}|{status.st_mtime_ns}|{_libc()}{arguments}"
 
 
 def likely_stamp() -> str | None:
@@ -232,6 +235,47 @@ def likely_stamp() -> str | None:
 
 _found: dict[tuple[str | None, ...], Compiler | tuple[str, ...]] = {}
 _locks: dict[int, threading.Lock] = {}
+
+
+def _zig_executable() -> str:
+    """The program of the ziglang package, which imports nothing.
+
+    Raises:
+        OSError: there is no such package.
+    """
+    found = importlib.util.find_spec("ziglang")
+    if found is None or not found.submodule_search_locations:
+        raise FileNotFoundError("ziglang")
+    return os.path.join(found.submodule_search_locations[0], "zig")
+
+
+def _variables(argv: tuple[str, ...]) -> dict[str, str]:
+    """Environment variables a compiler needs.
+
+    zig compiles its run-time library once, for seconds, and keeps it below the home directory, which may be read-only
+    or another user's. Kernels need it too, so it is kept where they are.
+    """
+    if argv[1:] != _ZIG:
+        return {}
+    kept = os.environ.get("ZIG_GLOBAL_CACHE_DIR") or str(_zig_cache())
+    return {"ZIG_GLOBAL_CACHE_DIR": kept, "ZIG_LOCAL_CACHE_DIR": os.path.join(child.SCRATCH, "zig")}
+
+
+def _zig_cache() -> Path:
+    for place in places.places():
+        if place.baked or not (place.trusted and place.writable):
+            continue
+        path = place.path / "zig"
+        try:
+            place.path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError:
+            continue  # places tell only what permissions tell
+        if not places.distrust(path):
+            return path
+    path = places.private_directory() / "zig"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
 
 
 def _command(argv: tuple[str, ...], flags: tuple[str, ...], source: str, output: str) -> tuple[str, ...]:
@@ -299,7 +343,8 @@ def _probe(candidate: Candidate) -> Compiler:
 
 
 def _probe_in(scratch: Path, candidate: Candidate) -> Compiler:
-    failure, text = child.run((*candidate.argv, "--version"), scratch, _VERSION_TIMEOUT)
+    version = (*candidate.argv, "--version")
+    failure, text = child.run(version, scratch, _VERSION_TIMEOUT, _variables(candidate.argv))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if failure is not None or not lines:
         raise _ProbeError(f"--version: {failure or 'printed nothing'}")

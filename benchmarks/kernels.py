@@ -1,183 +1,190 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One linear layer at a time: awqjit's two modes, dense bf16 and torch's own int4 kernel, over shapes and batch sizes.
+"""One linear layer at a time, awqjit beside every peer that is set up: times, errors, and the machine's limits.
 
-    python -m benchmarks.kernels [--quick] [--shapes 4096x4096 ...] [--m 1 16 ...] [--group 128] [--output FILE]
+    python -m benchmarks.peers setup
+    python -m benchmarks.kernels [--quick] [--sections peers ...] [--shapes 4096x4096 ...] [--m 1 16 ...]
 
-Contenders take turns call by call. Each has copies of its weights that exceed any cache and uses them in rotation, so
-that a call never finds its weights in one. Outputs are poisoned before the calls that are compared with an fp32
-reference, before and after the timing. The machine's limits are measured in the same run.
+``--quick`` is a subset of 3 minutes. Peers that are not set up, or cannot run, are recorded with the reason. See
+benchmarks/README.md for how cells are measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import statistics
+import os
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from awqjit import progress
+from benchmarks import kernel_tables, limit_tables
+from benchmarks.common import RESULTS, cpu_slug, print_stamp, print_table, stamp
+from benchmarks.limits import Meter
+from benchmarks.peers.environments import ENVIRONMENTS, default_home, missing
+from benchmarks.peers.registry import BY_NAME, CONTENDERS, LEFT_OUT, Contender
+from benchmarks.plan import FULL, ONE_THREAD, QUICK, ROTATE_BYTES, Section
+from benchmarks.rounds import TOLERANCE, Group, Worker, open_groups, time_cell
 
-from awqjit import jit, progress
-from benchmarks import limits
-from benchmarks.common import (
-    MODES,
-    layer_problem,
-    print_stamp,
-    print_table,
-    relative_error,
-    stamp,
-    summary,
-    write_result,
-)
-from benchmarks.contenders import (
-    DENSE,
-    TORCH_INT4,
-    Contender,
-    dense_contender,
-    int4_contender,
-    make_weight,
-    torch_int4_contender,
-)
-
-SHAPES = ((3584, 18944), (18944, 3584), (4096, 4096), (896, 4864), (4864, 896), (1536, 8960))
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
-TOLERANCE = {"w4a16": 0.01, "w4a8": 0.02, DENSE: 0.01, TORCH_INT4: 0.02}
-"""Relative error that a right result stays below: bf16 rounding is 0.002, int8 activations 0.008, bf16 scales 0.005."""
-
-_CHECKED_COLUMNS = 512  # of either end
+OUTLIERS_UP_TO = 64  # rows; more rows have no other error, only a longer check
 
 
-def poisoned_error(contender: Contender, x: torch.Tensor, columns: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative error of a fresh output whose memory, as far as the allocator reuses it, held NaN before."""
-    old = contender.call(x, 0)
-    place = old.data_ptr()
-    old.fill_(torch.nan)
-    del old
-    y = contender.call(x, contender.copies - 1)
-    if y.data_ptr() != place:  # fresh pages are zero, which is as wrong as NaN; anything else is tried once more
-        again = contender.call(x, 0).fill_(torch.nan)
-        del again, y
-        y = contender.call(x, contender.copies - 1)
-    return relative_error(y[:, columns], reference)
+def _rounded(times: Sequence[float | None]) -> list[float | None]:
+    return [None if time is None else float(f"{time:.4g}") for time in times]
 
 
-def time_cell(contenders: list[Contender], x: torch.Tensor, seconds: float, least: int, most: int) -> list[list[float]]:
-    """Seconds of each call, in turns that begin with another contender each round; every copy is as old as any."""
-    times: list[list[float]] = [[] for _ in contenders]
-    end = time.perf_counter() + seconds * len(contenders)
-    turn = 0
-    while turn < least or (turn < most and time.perf_counter() < end):
-        for step in range(len(contenders)):
-            index = (turn + step) % len(contenders)
-            contender = contenders[index]
-            start = time.perf_counter()
-            contender.call(x, turn % contender.copies)
-            times[index].append(time.perf_counter() - start)
-        turn += 1
-    return times
+def measure_cell(groups: Sequence[Group], section: Section, m: int, busy_limit: float, meter: Meter) -> dict[str, Any]:
+    """One batch size of the layer that the groups hold: errors before and after the timing, and the times."""
+    layer = groups[0].layer
+    kinds = ("outliers", "plain") if m <= OUTLIERS_UP_TO else ("plain",)
+    errors: dict[str, dict[str, float]] = {}
+    for group in groups:
+        errors |= {name + group.suffix: found for name, found in group.check(m, kinds).items()}
+    timed = time_cell(groups, m, section.rounds, section.seconds, busy_limit, meter)
+    contenders: dict[str, Any] = {}
+    for group in groups:
+        again = group.check(m, ("plain",))
+        for name, facts in group.facts.items():
+            key = name + group.suffix
+            # A NaN that came only once must stay: max() would drop it.
+            plain = (errors[key]["plain"], again[name]["plain"])
+            error = math.nan if any(map(math.isnan, plain)) else max(plain)
+            contenders[key] = {
+                **facts,
+                "error": error,
+                "error_outliers": errors[key].get("outliers"),
+                "right": error <= TOLERANCE,
+                "medians": _rounded(timed["medians"][key]),
+                "least": _rounded(timed["least"][key]),
+            }
+    return {
+        "section": section.name,
+        "k": layer["k"],
+        "n": layer["n"],
+        "group": section.group,
+        "dtype": section.dtype,
+        "m": m,
+        "rounds": timed["rounds"],
+        "contenders": contenders,
+    }
 
 
-def measure_shape(
-    k: int,
-    n: int,
-    group: int,
-    batches: list[int],
-    machine_limits: limits.Limits,
+def measure_section(
+    section: Section,
+    groups: Sequence[Group],
     rotate_bytes: int,
-    seconds: float,
-    least: int,
-    most: int,
-    advance: Callable[[], None],
+    busy_limit: float,
+    meter: Meter,
+    step: Callable[[], None],
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """One row per batch size and contender, and the contenders that do not run, with the reason."""
-    weight = make_weight(k, n, group)
-    fastest_float = next((kind for kind in ("dot_bf16", "dot_fp32") if kind in machine_limits.gops), None)
-    contenders = [int4_contender(mode, weight, rotate_bytes) for mode in MODES]
-    contenders.append(dense_contender(weight, rotate_bytes, fastest_float))
+    """All cells of a section, and contender -> why it is not in some of them."""
+    cells: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
-    peer = torch_int4_contender(weight, rotate_bytes, fastest_float)
-    if isinstance(peer, Contender):
-        contenders.append(peer)
-    else:
-        absent[TORCH_INT4] = peer
-    columns = torch.arange(n)
-    if n > 2 * _CHECKED_COLUMNS:
-        columns = torch.cat((columns[:_CHECKED_COLUMNS], columns[-_CHECKED_COLUMNS:]))
-    checked = weight.dequantize(torch.float32)[:, columns]
-    rows = []
-    for m in batches:
-        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
-        reference = x.float() @ checked
-        errors = [poisoned_error(contender, x, columns, reference) for contender in contenders]
-        times = time_cell(contenders, x, seconds, least, most)
-        dense = statistics.median(times[len(MODES)])
-        for contender, before, measured in zip(contenders, errors, times, strict=True):
-            after = poisoned_error(contender, x, columns, reference)
-            # max() would drop a NaN that comes second
-            error = math.nan if math.isnan(before) or math.isnan(after) else max(before, after)
-            median = statistics.median(measured)
-            operations = 2 * m * k * n
-            bound = machine_limits.seconds(contender.kind, operations, contender.bytes_read)
-            rows.append(
-                {
-                    "k": k,
-                    "n": n,
-                    "m": m,
-                    "contender": contender.name,
-                    "copies": contender.copies,
-                    "seconds": summary(measured),
-                    "gbs": contender.bytes_read / median / 1e9,
-                    "gops": operations / median / 1e9,
-                    "of_limit": None if bound is None else bound / median,
-                    "speedup_over_dense": dense / median,
-                    "error": error,
-                    "right": error <= TOLERANCE[contender.name],
-                }
-            )
-            advance()
-    return rows, absent
+    for k, n in section.shapes:
+        for group in groups:
+            group.prepare(k, n, section.group, section.dtype, rotate_bytes)
+            absent |= group.absent
+        holding = [group for group in groups if group.facts]
+        for m in section.batches:
+            if holding:
+                cells.append(measure_cell(holding, section, m, busy_limit, meter))
+            step()
+        for group in groups:
+            absent |= group.absent
+            group.worker.ask("drop")
+    return cells, absent
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
+def groups_for(
+    section: Section, contenders: Sequence[Contender], home: Path, cpus: list[int], log: Path
+) -> list[Group]:
+    """The workers of one section."""
+    if section.name == "peers":
+        return open_groups(contenders, home, cpus, log)
+    ours = [contender for contender in contenders if contender.ours]
+    groups = open_groups(ours, home, cpus, log)
+    if section.name == "threads":
+        single = Group(Worker("torch", home, cpus[:1], log), [contender.name for contender in ours], ONE_THREAD)
+        single.open()
+        groups.append(single)
+    return groups
 
 
-def means(rows: list[dict[str, Any]], batches: list[int]) -> dict[str, Any]:
-    """Geometric means over shapes, for each contender: per batch size and over all."""
-    result: dict[str, Any] = {}
-    for name in dict.fromkeys(row["contender"] for row in rows):
-        own = [row for row in rows if row["contender"] == name]
-        known = [row["of_limit"] for row in own if row["of_limit"] is not None]
-        result[name] = {
-            "speedup_over_dense": geometric_mean([row["speedup_over_dense"] for row in own]),
-            "of_limit": geometric_mean(known) if known else None,
-            "speedup_over_dense_by_m": {
-                m: geometric_mean([row["speedup_over_dense"] for row in own if row["m"] == m]) for m in batches
-            },
-        }
+def measure(
+    sections: Sequence[Section],
+    contenders: Sequence[Contender],
+    home: Path,
+    cpus: list[int],
+    rotate_bytes: int,
+    busy_limit: float,
+    save: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:
+    """The whole benchmark.
+
+    Args:
+        sections: of the plan.
+        contenders: awqjit's and peers.
+        home: folder of the environments.
+        cpus: to run on, a thread each.
+        rotate_bytes: of weights, for each contender.
+        busy_limit: share of the machine that others may take in a round that counts.
+        save: called with the result so far after each section.
+    """
+    log = Path(tempfile.gettempdir()) / f"awqjit-kernels-{os.getpid()}.log"
+    result: dict[str, Any] = {"machine": stamp() | {"threads": len(cpus), "cpus": cpus}, "machine_after": {}}
+    counts = sorted({1, len(cpus)})
+    total = sum(len(section.shapes) * len(section.batches) for section in sections)
+    with Meter(cpus) as meter, progress.bar("measuring", total) as step:
+        limits = [asdict(meter.limits(threads)) for threads in counts]
+        result |= {"limits": limits, "limits_after": limits, "versions": {}, "absent": {}, "left_out": LEFT_OUT}
+        result |= {"rotate_bytes": rotate_bytes, "busy_limit": busy_limit, "cells": []}
+        for section in sections:
+            groups = groups_for(section, contenders, home, cpus, log)
+            try:
+                cells, absent = measure_section(section, groups, rotate_bytes, busy_limit, meter, step)
+            finally:
+                for group in groups:
+                    group.worker.end()
+            result["cells"] += cells
+            for group in groups:
+                result["versions"] |= group.versions
+            if section.name == "peers":
+                started = {name for group in groups for name in group.names}
+                for one in contenders:
+                    if one.name not in started:
+                        absent[one.name] = str(missing(ENVIRONMENTS[one.environment], home))
+                result["absent"][f"g{section.group} {section.dtype}"] = absent
+            result |= {"machine_after": stamp(), "limits_after": [asdict(meter.limits(threads)) for threads in counts]}
+            save(result)
     return result
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    k, n = rows[0]["k"], rows[0]["n"]
-    lines = []
-    for row in rows:
-        lines.append(
-            (
-                f"{row['m']}  {row['contender']}",
-                f"{row['seconds']['median'] * 1e6:.0f}",
-                f"{row['gbs']:.1f}",
-                f"{row['gops']:.0f}",
-                "" if row["of_limit"] is None else f"{row['of_limit']:.0%}",
-                f"{row['speedup_over_dense']:.2f}",
-                f"{row['error']:.1e}" + ("" if row["right"] else " WRONG"),
-            )
-        )
-    print_table(f"K={k} N={n}", ("M, contender", "median µs", "GB/s", "GOP/s", "of limit", "× dense", "error"), lines)
+def write(result: dict[str, Any], path: Path) -> None:
+    """JSON with one cell a line: a result has some hundred thousand numbers."""
+    head = {key: value for key, value in result.items() if key != "cells"}
+    text = json.dumps(head, indent=1)[:-2] + ',\n "cells": [\n'
+    text += ",\n".join("  " + json.dumps(cell) for cell in result["cells"]) + "\n ]\n}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def summary(result: dict[str, Any]) -> list[kernel_tables.Table]:
+    """What a run prints."""
+    cells = kernel_tables.cells_of(result)
+    kinds = list(dict.fromkeys((cell["group"], cell["dtype"]) for cell in cells))
+    tables = []
+    for group, dtype in kinds:
+        shapes = dict.fromkeys((c["k"], c["n"]) for c in cells if (c["group"], c["dtype"]) == (group, dtype))
+        tables += [kernel_tables.times_table(result, k, n, group, dtype) for k, n in shapes]
+        tables += [kernel_tables.error_table(result, group, dtype), kernel_tables.ratio_table(result, group, dtype)]
+        tables.append(kernel_tables.state_table(result, group, dtype))
+    tables += [limit_tables.limit_table(result), limit_tables.thread_table(result), limit_tables.cliff_table(result)]
+    tables.append(kernel_tables.absent_table(result))
+    return [table for table in tables if table.rows]
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -186,73 +193,56 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one small shape, few calls; writes no result by default")
-    parser.add_argument("--shapes", nargs="+", type=_shape, metavar="KxN", help="default: six layers of Qwen2 models")
-    parser.add_argument("--m", nargs="+", type=int, help="batch sizes (default: 1 to 1024)")
-    parser.add_argument("--group", type=int, default=128, help="group size")
-    parser.add_argument("--seconds", type=float, help="for each contender and cell (default: 0.4)")
-    parser.add_argument("--rotate-mb", type=int, help="weights of each contender in all copies (default: 320 MB)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args()
-    quick = options.quick
-    shapes = options.shapes or ([(896, 4864)] if quick else list(SHAPES))
-    batches = options.m or ([1, 16] if quick else list(BATCHES))
-    seconds = options.seconds or (0.05 if quick else 0.4)
-    rotate_bytes = (options.rotate_mb or (64 if quick else 320)) * 1_000_000
-    least, most = (3, 50) if quick else (7, 2000)
-
-    before = stamp()
-    jit.warm([layer_problem(k, n, options.group, compute=mode) for k, n in shapes for mode in MODES])
-    machine_limits = limits.measure(torch.get_num_threads())
-    rows: list[dict[str, Any]] = []
-    absent: dict[str, str] = {}
-    with progress.bar("timing", len(shapes) * len(batches) * 4) as advance:
-        for k, n in shapes:
-            found, missing = measure_shape(
-                k, n, options.group, batches, machine_limits, rotate_bytes, seconds, least, most, advance
-            )
-            rows += found
-            absent |= missing
-    limits_after = limits.measure(torch.get_num_threads())
-    after = stamp()
-    averages = means(rows, batches)
-    for k, n in shapes:
-        show([row for row in rows if (row["k"], row["n"]) == (k, n)])
-    peaks = ", ".join(f"{kind.removeprefix('dot_')} {value:.0f} GOP/s" for kind, value in machine_limits.gops.items())
-    print(f"limits: {machine_limits.gbs:.1f} GB/s (after the run {limits_after.gbs:.1f}); {peaks}")
-    for name, reason in absent.items():
-        print(f"{name} does not run: {reason}")
-    print_stamp(before, after)
-    print_table(
-        f"Geometric means over {len(shapes)} shapes, group size {options.group}",
-        ("contender", *(f"M={m} × dense" for m in batches), "all × dense", "of limit"),
-        [
-            (
-                name,
-                *(f"{row['speedup_over_dense_by_m'][m]:.2f}" for m in batches),
-                f"{row['speedup_over_dense']:.2f}",
-                "" if row["of_limit"] is None else f"{row['of_limit']:.0%}",
-            )
-            for name, row in averages.items()
-        ],
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a subset of 3 minutes; writes no result by default")
+    parser.add_argument("--sections", nargs="+", choices=("peers", "sweep", "threads"), help="only these")
+    parser.add_argument("--groups", nargs="+", type=int, help="only these group sizes")
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp16", "fp32"), help="only these dtypes of x")
+    parser.add_argument("--shapes", nargs="+", type=_shape, metavar="KxN", help="instead of the plan's")
+    parser.add_argument("--m", nargs="+", type=int, help="batch sizes instead of the plan's")
+    parser.add_argument("--contenders", nargs="+", choices=tuple(BY_NAME), help="awqjit's and these only")
+    parser.add_argument("--rounds", type=int, help="instead of the plan's")
+    parser.add_argument("--seconds", type=float, help="of calls, for each contender in each round")
+    parser.add_argument("--threads", type=int, help="CPUs to use, a thread each [all]")
+    parser.add_argument("--home", type=Path, default=None, help=f"folder of the environments [{default_home()}]")
+    parser.add_argument("--rotate-bytes", type=int, default=ROTATE_BYTES, help="of weights, for each contender")
+    parser.add_argument(
+        "--busy-limit", type=float, default=0.05, help="share of the machine that others may take in a round [0.05]"
     )
-    if options.output or not quick:
-        payload = {
-            "machine": before,
-            "machine_after": after,
-            "limits": vars(machine_limits),
-            "limits_after": vars(limits_after),
-            "group_size": options.group,
-            "absent": absent,
-            "means": averages,
-            "cells": rows,
-        }
-        print(f"written: {write_result('kernels', payload, options.output)}")
-    wrong = [f"{row['contender']} K={row['k']} N={row['n']} M={row['m']}" for row in rows if not row["right"]]
+    parser.add_argument("--output", type=Path, default=None, help="file to write")
+    options = parser.parse_args()
+    chosen = {
+        key: tuple(value) for key, value in (("shapes", options.shapes), ("batches", options.m)) if value is not None
+    } | {key: value for key, value in vars(options).items() if key in ("rounds", "seconds") and value is not None}
+    sections = [
+        replace(section, **chosen)
+        for section in (QUICK if options.quick else FULL)
+        if section.name in (options.sections or ("peers", "sweep", "threads"))
+        and section.group in (options.groups or (section.group,))
+        and section.dtype in (options.dtypes or (section.dtype,))
+    ]
+    if not sections:
+        parser.error("nothing to measure: no section of the plan has that group size and dtype")
+    contenders = [one for one in CONTENDERS if one.ours or options.contenders is None or one.name in options.contenders]
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cpus = usable[: options.threads]
+    home = (options.home or default_home()).absolute()
+    path: Path | None = options.output or (None if options.quick else RESULTS / f"kernels-{cpu_slug()}.json")
+
+    def save(result: dict[str, Any]) -> None:
+        if path is not None:
+            write(result, path)
+
+    result = measure(sections, contenders, home, cpus, options.rotate_bytes, options.busy_limit, save)
+    print_stamp(result["machine"], result["machine_after"])
+    for table in summary(result):
+        print_table(table.title, table.columns, table.rows)
+    if path is not None:
+        print(f"written: {path}")
+    wrong = kernel_tables.wrong_cells(result)
     if wrong:
         print(f"wrong results: {'; '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return int(any(text.startswith("awqjit") for text in wrong))
 
 
 if __name__ == "__main__":

@@ -6,36 +6,44 @@ from __future__ import annotations
 import ctypes
 import shutil
 import tempfile
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-import torch
+import numpy as np
 
 from awqjit import config, machine, select, toolchain
 
 OPERATIONS = {"dot_int8": 128, "dot_bf16": 64, "dot_fp32": 32}
 """Operations of one 64-byte instruction, a multiplication and an addition counted as two."""
 
-KIND_OF = {"avx512_vnni": "dot_int8", "avx512_bf16": "dot_bf16", "avx512_fp32": "dot_fp32"}
-"""A kernel's vocabulary -> the instructions that bound it. Others have no known bound."""
+KIND_OF = {"int8": "dot_int8", "bf16": "dot_bf16", "fp32": "dot_fp32"}
+"""What a contender's products run in -> the instructions that bound it."""
 
 ACCUMULATORS = 16  # instructions in one round of limits.cpp
+STREAMS = (1, 2, 4)  # read at once by a thread; the best counts
+
+ONE_CHIPLET_NS = 150.0
+"""Cores that see each other's writes within this share a last-level cache."""
+
 _ROUNDS = 1_000_000  # some 5 ms
 _READ_BYTES = 1 << 29  # far more than any cache
+_PROBE_BYTES = 1 << 27
+_PING_PONGS = 4000  # about 1 ms
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What all threads reach together.
+    """What so many threads reach together.
 
     Attributes:
+        threads: how many.
         gops: kind of dot product -> 10^9 operations a second; kinds the CPU lacks are absent.
         gbs: 10^9 bytes read from memory a second.
     """
 
+    threads: int
     gops: dict[str, float]
     gbs: float
 
@@ -46,6 +54,72 @@ class Limits:
         return max(operations / self.gops[kind], bytes_read / self.gbs) / 1e9
 
 
+class Meter:
+    """Measures; compiles its program when entered.
+
+    Args:
+        cpus: numbers of the CPUs to use, a thread each.
+
+    Raises:
+        NoCompilerError, CompileError: the measuring program cannot be built (on entering).
+    """
+
+    def __init__(self, cpus: list[int]) -> None:
+        self.cpus = cpus
+        self._folder = tempfile.TemporaryDirectory(prefix="awqjit-limits-")
+        self._data = np.empty(0, np.uint8)
+
+    def __enter__(self) -> Meter:
+        self._library = _build(Path(self._folder.name))
+        self._library.together.restype = ctypes.c_double
+        self._library.ping_pong.restype = ctypes.c_double
+        self._data = np.ones(_READ_BYTES, np.uint8)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._data = np.empty(0, np.uint8)
+        self._folder.cleanup()
+
+    def _together(self, name: str, amount: int, threads: int) -> float:
+        function: Any = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        read, dot = (function, None) if name.startswith("read") else (None, function)
+        cpus = (ctypes.c_int * threads)(*self.cpus[:threads])
+        data = ctypes.c_void_p(self._data.ctypes.data)
+        seconds = float(self._library.together(read, dot, data, ctypes.c_int64(amount), threads, cpus))
+        if seconds <= 0:
+            raise OSError(f"{threads} threads could not be started")
+        return seconds
+
+    def bandwidth(self, threads: int, repeats: int, size: int = _READ_BYTES) -> float:
+        """10^9 bytes a second read by so many threads, the best of all tries and numbers of streams."""
+        share = size // threads // 4096 * 4096
+        best = min(self._together(f"read_{s}", share, threads) for s in STREAMS for _ in range(repeats))
+        return threads * share / best / 1e9
+
+    def limits(self, threads: int | None = None, repeats: int = 15) -> Limits:
+        """The best of a few tries with so many threads, by default one on each CPU."""
+        threads = threads or len(self.cpus)
+        gops: dict[str, float] = {}
+        for kind, operations in OPERATIONS.items():
+            if hasattr(self._library, kind):
+                best = min(self._together(kind, _ROUNDS, threads) for _ in range(repeats))
+                gops[kind] = threads * _ROUNDS * ACCUMULATORS * operations / best / 1e9
+        return Limits(threads, gops, self.bandwidth(threads, repeats))
+
+    def state(self) -> dict[str, float]:
+        """The memory's speed at this moment, in some 20 ms.
+
+        Returns:
+            ``gbs``: see :class:`Limits`; ``ping_pong_ns``: until a write of the first CPU is seen by the last, where
+            there is more than one.
+        """
+        found = {"gbs": round(self.bandwidth(len(self.cpus), 2, _PROBE_BYTES), 2)}
+        if len(self.cpus) > 1:
+            first, last = self.cpus[0], self.cpus[-1]
+            found["ping_pong_ns"] = round(self._library.ping_pong(first, last, ctypes.c_int64(_PING_PONGS)), 1)
+        return found
+
+
 def _build(folder: Path) -> ctypes.CDLL:
     here = machine.detect()
     flags: dict[str, None] = {}
@@ -54,52 +128,6 @@ def _build(folder: Path) -> ctypes.CDLL:
             flags |= dict.fromkeys(row.target.flags)
     source = Path(shutil.copy(Path(__file__).with_name("limits.cpp"), folder))
     library = folder / "limits.so"
-    toolchain.compile_shared(
-        toolchain.find_compiler(), source, (*flags, "-Wno-psabi"), library, config.COMPILE_TIMEOUT.read()
-    )
+    flags |= dict.fromkeys(("-Wno-psabi", "-pthread"))
+    toolchain.compile_shared(toolchain.find_compiler(), source, tuple(flags), library, config.COMPILE_TIMEOUT.read())
     return ctypes.CDLL(str(library))
-
-
-def _together(threads: int, work: Callable[[int], object]) -> float:
-    """Seconds until all threads are done; they start together. ctypes lets go of the interpreter's lock."""
-    barrier = threading.Barrier(threads + 1)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        work(index)
-
-    pool = [threading.Thread(target=run, args=(index,)) for index in range(threads)]
-    for thread in pool:
-        thread.start()
-    barrier.wait()
-    start = time.perf_counter()
-    for thread in pool:
-        thread.join()
-    return time.perf_counter() - start
-
-
-def measure(threads: int, repeats: int = 15) -> Limits:
-    """The best of a few tries with so many threads.
-
-    Raises:
-        NoCompilerError, CompileError: the measuring program cannot be built.
-    """
-    with tempfile.TemporaryDirectory(prefix="awqjit-limits-") as temporary:
-        library = _build(Path(temporary))
-        gops: dict[str, float] = {}
-        for kind, operations in OPERATIONS.items():
-            function = getattr(library, kind, None)
-            if function is None:
-                continue
-            function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_float
-            dot: Callable[[int], object] = function
-            best = min(_together(threads, lambda index, dot=dot: dot(_ROUNDS)) for _ in range(repeats))  # type: ignore[misc]
-            gops[kind] = threads * _ROUNDS * ACCUMULATORS * operations / best / 1e9
-        read = library.read_memory
-        read.argtypes, read.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
-        buffer = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-        share = _READ_BYTES // threads // 4096 * 4096
-        best = min(
-            _together(threads, lambda index: read(buffer.data_ptr() + index * share, share)) for _ in range(repeats)
-        )
-        return Limits(gops, threads * share / best / 1e9)

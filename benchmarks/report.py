@@ -2,7 +2,8 @@
 """Puts the figures of `benchmarks/results` into the documents: ``python -m benchmarks.report [--check]``.
 
 A document marks where a table goes with ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; what stands between
-is written from the newest result, so that no figure in a document is typed by hand.
+is written from the newest result, so that no figure in a document is typed by hand. The roofline plot is drawn anew,
+too, if there is a newer result than the one it shows; that needs matplotlib.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import kernel_tables, limit_tables, roofline
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PICTURE = ROOT / "docs" / "roofline.svg"
+PICTURE_SHAPE = (4096, 4096)
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _MODELS = {"smollm2": "SmolLM2-135M, group 32", "qwen2-1.5b": "Qwen2-1.5B's shape, group 128"}
@@ -83,7 +88,90 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
-TABLES: dict[str, Callable[[], str]] = {"ratios": ratio_table, "speeds": speed_table, "startup": startup_table}
+NOT_MEASURED = "Not measured yet: `python -m benchmarks.kernels`."
+
+
+def result_of_kernels() -> dict[str, Any] | None:
+    """The newest run of the kernel benchmark; None before the first."""
+    try:
+        return newest("kernels")
+    except FileNotFoundError:
+        return None
+
+
+def _of_kernels(tables: Callable[[dict[str, Any]], list[kernel_tables.Table]]) -> str:
+    result = result_of_kernels()
+    if result is None:
+        return NOT_MEASURED
+    return "\n\n".join(f"**{table.title}**\n\n{table.markdown()}" for table in tables(result) if table.rows)
+
+
+def _layers(result: dict[str, Any]) -> list[tuple[int, str]]:
+    return list(dict.fromkeys((cell["group"], cell["dtype"]) for cell in kernel_tables.cells_of(result)))
+
+
+def kernel_ratios() -> str:
+    """awqjit against the fastest peer, for every group size and dtype of x."""
+
+    def tables(result: dict[str, Any]) -> list[kernel_tables.Table]:
+        found = [kernel_tables.ratio_table(result, *layer) for layer in _layers(result)]
+        return [*found, kernel_tables.state_table(result, *_layers(result)[0])]
+
+    text = _of_kernels(tables)
+    result = result_of_kernels()
+    return text if result is None or "machine" not in result else f"{text}\n\n{_machine(result)}"
+
+
+def kernel_times() -> str:
+    """Microseconds of every contender, for each shape."""
+
+    def tables(result: dict[str, Any]) -> list[kernel_tables.Table]:
+        group, dtype = _layers(result)[0]
+        cells = kernel_tables.cells_of(result, group=group, dtype=dtype)
+        shapes = dict.fromkeys((cell["k"], cell["n"]) for cell in cells)
+        return [kernel_tables.times_table(result, k, n, group, dtype) for k, n in shapes]
+
+    return _of_kernels(tables)
+
+
+def kernel_errors() -> str:
+    """Errors beside the times."""
+    return _of_kernels(lambda result: [kernel_tables.error_table(result, *_layers(result)[0])])
+
+
+def kernel_limits() -> str:
+    """How near to the machine's limits, how well threads add up, where fewer rows take longer, and the roofline."""
+    text = _of_kernels(
+        lambda result: [
+            limit_tables.limit_table(result),
+            limit_tables.thread_table(result),
+            limit_tables.cliff_table(result),
+        ]
+    )
+    return text if text == NOT_MEASURED else f"{text}\n\n![Roofline of one layer]({PICTURE.name})"
+
+
+def kernel_absent() -> str:
+    """Who is not in the tables, and why."""
+    return _of_kernels(lambda result: [kernel_tables.absent_table(result)])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "ratios": ratio_table,
+    "speeds": speed_table,
+    "startup": startup_table,
+    "kernel_ratios": kernel_ratios,
+    "kernel_times": kernel_times,
+    "kernel_errors": kernel_errors,
+    "kernel_limits": kernel_limits,
+    "kernel_absent": kernel_absent,
+}
+
+
+def picture_is_old() -> bool:
+    """Whether the newest kernel result is not the one that the roofline plot shows."""
+    result = result_of_kernels()
+    return result is not None and roofline.source_of(PICTURE) != result["machine"]["time"]
 
 
 def filled(text: str) -> str:
@@ -105,6 +193,13 @@ def main() -> int:
             print(f"{path} does not agree with {RESULTS}: run python -m benchmarks.report", file=sys.stderr)
         else:
             path.write_text(filled(text), encoding="utf-8")
+    if picture_is_old():
+        stale += 1
+        result = result_of_kernels()
+        if check or result is None:
+            print(f"{PICTURE} does not show the newest result: run python -m benchmarks.report", file=sys.stderr)
+        else:
+            roofline.draw(result, PICTURE, *PICTURE_SHAPE)
     return int(check and stale > 0)
 
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import shlex
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,6 +31,16 @@ def script(path: Path, body: str) -> Path:
     path.write_text(f"#!/bin/sh\nREAL={shlex.quote(REAL)}\n{body}\n")
     path.chmod(0o755)
     return path
+
+
+def by_kind(folder: Path) -> dict[str, str]:
+    """Kind -> a compiler that is here, as ``AWQJIT_CXX`` takes it: gcc, clang (clang++, else the package ziglang)."""
+    found = {kind: path for kind, name in (("gcc", "g++"), ("clang", "clang++")) if (path := shutil.which(name))}
+    if "clang" not in found and importlib.util.find_spec("ziglang") is not None:
+        # A script, as the flag for the CPU, which zig needs, is not accepted from a user.
+        command = shlex.join([sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"])
+        found["clang"] = str(script(folder / "zig-c++", f'exec {command} "$@"'))
+    return found
 
 
 def kernel_script(path: Path, body: str) -> Path:

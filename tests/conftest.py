@@ -12,6 +12,7 @@ import setuptools  # noqa: F401  (before anything imports distutils, which torch
 from hypothesis import HealthCheck, settings
 
 from awqjit import config, ops
+from awqjit.ops import dispatcher
 
 # The same examples on every run, and no time limit on one: machines are shared, and a first call compiles.
 settings.register_profile(
@@ -35,5 +36,6 @@ def _own_environment(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     for variable in config.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
     monkeypatch.setenv(config.CACHE_DIR.name, str(kernel_cache))
+    dispatcher.install()  # once per process, and before a test gives it a strange compiler or counts compilations
     yield
     ops.forget()

@@ -29,7 +29,7 @@ from compilers import number_source
 from rows import mm
 from strategies import RawWeight, Shape
 
-from awqjit import config, jit, ops, places, toolchain
+from awqjit import config, jit, machine, ops, places, toolchain
 from awqjit.cache import Request, fetch
 from awqjit.errors import AwqJitWarning
 from awqjit.layout import pack
@@ -110,6 +110,7 @@ def own_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HOME", str(folder / "home"))
     monkeypatch.setattr(places, "_private", places._Private())
     monkeypatch.setattr(places, "_warned", set())
+    monkeypatch.setattr(machine, "_no_numba", lambda: "hidden by the test")  # plain torch is what is left
     toolchain.forget()
     ops.forget()
     yield folder / "home"

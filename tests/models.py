@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -24,12 +24,24 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 4},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_neox": {"num_key_value_heads": None},
+    "opt": {"word_embed_proj_dim": 64, "ffn_dim": 96},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "intermediate_size": None},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+}
+"""What a family (the library's ``model_type``) needs besides :data:`SIZES` to be tiny and to show what is its own."""
 
 
 def write_float(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
     """A float folder of random weights, large enough for logits to differ; biases are not zero."""
-    config = CONFIGS[family](**(SIZES | settings))
+    config = CONFIG_MAPPING[family](**(SIZES | SETTINGS.get(family, {}) | settings))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

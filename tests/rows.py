@@ -5,21 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from strategies import SHAPES, RawWeight, Shape
 from torch import Tensor
 
-from awqjit import config, machine, ops
+from awqjit import config, machine, ops, select
 from awqjit.layout import PackedWeight, pack
-from awqjit.select import ROWS
+from awqjit.target import TARGETS, Target, target
+
+AVX_VNNI_EVEX = replace(
+    target("avx_vnni"),
+    name="avx_vnni_evex",
+    features=frozenset({"avx2", "fma", "f16c", "avx512vl", "avx512_vnni"}),
+    flags=("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni"),
+)
+"""The row avx_vnni in another encoding of the same instructions, for the tests alone: CPUs with AVX512-VNNI but without
+AVX-VNNI run its source, word for word, this way. tests/test_machine_code.py looks at the row as it is."""
+
+TESTED = (*TARGETS, AVX_VNNI_EVEX)
+_TABLE = (*select.ROWS[:-1], select._compiled(AVX_VNNI_EVEX), select.ROWS[-1])
 
 COMPILED = tuple(
-    (row.name, bits)
-    for row in ROWS
-    if row.target is not None and machine.detect().missing(row.target.features) is None
-    for bits in row.target.act_bits
+    (row.name, bits) for row in TESTED if machine.detect().missing(row.features) is None for bits in row.act_bits
 )
 """(row, act_bits) of every compiled row whose features this machine has."""
 
@@ -60,10 +70,27 @@ CASES = tuple(
 )
 
 
+_WHOLE_POOL = ("avx512_vnni", "avx512_bf16", "avx2", "portable", "torch")
+"""Rows with a vocabulary of their own, and the reference: tested with every case."""
+
+OTHER_COMPILER_CASES = CASES[8], CASES[11], CASES[15]
+"""Groups shorter than a word, one long group, a short last group; one dtype of x each."""
+
+
+def cases_of(row: str) -> tuple[Case, ...]:
+    """The cases a row is tested with: all, or every second or fourth where a row shares its source with others."""
+    return CASES if row in _WHOLE_POOL else CASES[::4] if row == "avx512" else CASES[::2]
+
+
+def target_of(row: str) -> Target:
+    """The target of a compiled row, those that exist for the tests alone among them."""
+    return next(one for one in TESTED if one.name == row)
+
+
 @contextmanager
-def forced(row: str) -> Iterator[None]:
-    """Let nothing but ``row`` run, as ``AWQJIT_KERNEL`` does for a user."""
-    with config.override(kernel=row):
+def forced(row: str, compiler: str | None = None) -> Iterator[None]:
+    """Let nothing but ``row`` run, as ``AWQJIT_KERNEL`` does for a user, built by ``compiler`` (``AWQJIT_CXX``)."""
+    with mock.patch.object(select, "ROWS", _TABLE), config.override(kernel=row, cxx=compiler):
         ops.forget()
         try:
             yield

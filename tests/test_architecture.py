@@ -19,13 +19,13 @@ PACKAGE = ROOT / "awqjit"
 
 # A module imports only from its own row and the rows above it. A new module goes into the highest row that serves it.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("version", "errors", "config", "progress"),
-    ("weight", "formats", "checkpoint", "quantize"),
+    ("version", "errors", "config", "progress", "data"),
+    ("weight", "formats", "checkpoint", "inspect_folder", "quantize"),
     ("reference",),
-    ("target", "layout", "spec", "cpuid", "machine", "select"),
+    ("target", "layout", "spec", "cpuid", "hwcap", "machine", "select"),
     ("render", "child", "slots", "toolchain", "places", "store", "cache", "upkeep", "launch", "backends"),
     ("jit", "ops", "bake"),
-    ("modules", "loader"),
+    ("modules", "plan", "loader"),
     ("integrations",),
     ("cli",),
 )

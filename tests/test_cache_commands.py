@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import re
 import shutil
 import stat
@@ -451,17 +452,20 @@ def test_an_image_holds_kernels_of_several_cpus_for_any_user_and_is_never_writte
         return run_json(capsys, *command, "--max-isa", "avx512_vnni", "--max-isa", "avx2")
 
     report = in_child(bake_it)
-    assert [row["kernel"] for row in report["kernels"]] == ["avx512_vnni", "portable"]
+    assert [row["kernel"] for row in report["kernels"]] == ["avx512_vnni", "avx2"]
     assert {row["problem"] for row in report["kernels"]} == {PROBLEM.slug} and report["notes"] == []
-    assert sorted(path.name for path in baked.iterdir()) == sorted(row["name"] for row in report["kernels"])
-    assert run(capsys, "cache", "verify", "--dir", baked).endswith("2 sound, 0 damaged\n")
+    kept = {path.name for path in baked.iterdir()}
+    assert {name.partition("-")[0] for name in kept - {row["name"] for row in report["kernels"]}} == {"dispatcher"}
+    assert len(kept) == 3
+    assert run(capsys, "cache", "verify", "--dir", baked).endswith("3 sound, 0 damaged\n")
 
     monkeypatch.delenv("AWQJIT_CACHE_DIR")
     monkeypatch.setenv("AWQJIT_CACHE_PATH", str(baked))
     monkeypatch.setenv("AWQJIT_JIT", "0")
     monkeypatch.setenv("HOME", "/nonexistent")
-    wide = machine.detect().missing(frozenset({"avx512_vnni"})) is None
-    for cap, row in ((None, "avx512_vnni" if wide else "portable"), ("avx2", "portable")):
+    if machine.detect().missing(frozenset({"avx512_vnni"})) is not None:
+        pytest.skip("the kernels baked here are for wider CPUs than this one")
+    for cap, row in ((None, "avx512_vnni"), ("avx2", "avx2")):
         if cap:
             monkeypatch.setenv("AWQJIT_MAX_ISA", cap)
         fresh_choice(PROBLEM)  # so that the child, who may not read the package's files, has all of it imported
@@ -483,7 +487,8 @@ def test_the_watch_over_writes_sees_what_it_looks_for() -> None:
 def test_all_rows_can_be_baked_at_once(folder: Path) -> None:
     both = [Problem(64, 64, 32, "bf16", "fp16", symmetric=False, bias=False, act_bits=bits) for bits in (8, 16)]
     chosen = [(spec.target.name, spec.problem.act_bits) for spec in bake.specs(both, rows=("all", "portable"))]
-    assert chosen == [(row.name, bits) for row in TARGETS for bits in (8, 16) if bits in row.act_bits]
+    here = [row for row in TARGETS if not row.machines or platform.machine() in row.machines]
+    assert chosen == [(row.name, bits) for row in here for bits in (8, 16) if bits in row.act_bits]
 
 
 def test_every_mode_and_dtype_that_is_asked_for_is_baked_once(

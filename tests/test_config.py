@@ -22,6 +22,7 @@ EXAMPLES = {
     "AWQJIT_JOBS": ("3", 3),
     "AWQJIT_CACHE_DIR": ("/a b", Path("/a b")),
     "AWQJIT_CACHE_PATH": (f"/a{os.pathsep}{os.pathsep}/b", (Path("/a"), Path("/b"))),
+    "AWQJIT_DISPATCHER": ("no", False),
     "AWQJIT_COMPILE_TIMEOUT": ("7", 7),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from awqjit.errors import FormatError
-from awqjit.formats import FormatConfig, parse
+from awqjit.formats import FormatConfig, Rule, parse
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
@@ -37,7 +37,10 @@ class TestConfig:
                 FormatConfig("gptq", 4, 128, True, "gptq"),
             ),
             (GPTQ | {"use_exllama": True, "backend": "auto", "dynamic": {"-:.*lm_head": {}}, "exllama_config": {}},
-             FormatConfig("gptq", 4, 128, False, "gptq")),
+             FormatConfig("gptq", 4, 128, False, "gptq", rules=(Rule("match", ".*lm_head", keeps_float=True),))),
+            (AWQ | {"version": "gemv"}, FormatConfig("awq", 4, 128, True, "gemv")),
+            (GPTQ | {"desc_act": True}, FormatConfig("gptq", 4, 128, False, "gptq")),  # each layer's g_idx says it
+            (GPTQ | {"checkpoint_format": "gptq_p"}, FormatConfig("gptq", 4, 128, False, "gptq_p")),
         ],
     )  # fmt: skip
     def test_configs_of_every_producer_are_read(self, config: dict[str, Any], wanted: FormatConfig) -> None:
@@ -54,7 +57,6 @@ class TestConfig:
     @pytest.mark.parametrize(
         "config, named",
         [
-            (AWQ | {"version": "gemv"}, "gemv"),
             (AWQ | {"version": "gemv_fast"}, "gemv_fast"),
             (AWQ | {"version": "Marlin"}, "marlin"),
             (AWQ | {"version": "exllama"}, "exllama"),
@@ -64,14 +66,14 @@ class TestConfig:
             (GPTQ | {"is_marlin_format": True}, "marlin"),
             (GPTQ | {"is_exllama_format": True}, "exllama"),
             (GPTQ | {"checkpoint_format": "bitblas"}, "bitblas"),
-            (GPTQ | {"desc_act": True}, "desc_act"),
-            (GPTQ | {"dynamic": {r"+:.*\.18\..*": {"bits": 8}}}, "dynamic"),
+            (GPTQ | {"checkpoint_format": "qqq"}, "qqq"),
+            (GPTQ | {"pack_dtype": "int16"}, "int16"),
             (AWQ | {"bits": 8}, "8 bits"),
             (GPTQ | {"bits": 2}, "2 bits"),
             *[
                 ({"quant_method": method, "bits": 4, "group_size": 128}, method)
                 for method in (
-                    "compressed-tensors", "auto-round", "bitsandbytes", "aqlm", "hqq", "quark", "torchao", "fp8",
+                    "compressed-tensors", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "quark", "torchao", "fp8",
                 )
             ],
             ({"bits": 4, "group_size": 128}, "names no quant_method"),

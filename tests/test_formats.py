@@ -159,13 +159,23 @@ class TestGptq:
         q, z = packers.unpack_gptq(qweight.numpy(), qzeros.numpy(), v2=v2)
         assert np.array_equal(q, raw.q.numpy()) and np.array_equal(z, raw.dense_z.numpy())
 
-    def test_version_1_stores_zero_points_minus_one_and_wraps_each_nibble(self) -> None:
-        stored = sum(value << (4 * i) for i, value in enumerate([15, 0, 1, 6, 7, 8, 13, 14]))
-        qzeros = torch.tensor([[stored - 2**32]], dtype=torch.int32)
+    @pytest.mark.parametrize(
+        ("stored", "zeros"),
+        [
+            ([6, 0, 1, 7, 8, 13, 14, 2], [7, 1, 2, 8, 9, 14, 15, 3]),
+            ([15, 4, 9, 14, 3, 8, 13, 2], [0, 6, 10, 15, 4, 9, 14, 3]),  # a 0 borrows from the column above it
+            ([15, 13, 14, 14, 14, 14, 14, 14], [0] + [15] * 7),
+            ([15, 14, 14, 14, 14, 14, 14, 14], [0] * 8),
+            ([14, 14, 14, 14, 14, 14, 14, 15], [15] * 7 + [0]),  # what the last one borrows from is beyond the word
+        ],
+    )
+    def test_version_1_stores_words_minus_one_in_every_nibble(self, stored: list[int], zeros: list[int]) -> None:
+        word = sum(value << (4 * i) for i, value in enumerate(stored))
+        qzeros = torch.tensor([[word - 2**32 if word >= 2**31 else word]], dtype=torch.int32)
         weight = gptq_to_standard(
             torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, 8), qzeros, 8, v2=False, sym=False
         )
-        assert weight.zeros is not None and weight.zeros.tolist() == [[0, 1, 2, 7, 8, 9, 14, 15]]
+        assert weight.zeros is not None and weight.zeros.tolist() == [zeros]
         assert torch.equal(standard_to_gptq(weight, v2=False)[2], qzeros)
 
     @pytest.mark.parametrize("group_size", [-1, 32, 128])
@@ -214,22 +224,28 @@ class TestGptq:
                 torch.zeros(2, 8, dtype=torch.int32), torch.ones(2, 8), None, 8, v2=False, sym=True, g_idx=g_idx
             )
 
-    def test_dimensions_that_gptq_cannot_pack_are_refused_with_the_reason(self) -> None:
-        tall = QuantizedWeight(torch.zeros(2, 8, dtype=torch.int32), torch.ones(1, 8), None, 12, 12, 8)
-        wide = QuantizedWeight(torch.zeros(1, 12, dtype=torch.int32), torch.ones(1, 12), None, 8, 8, 12)
-        with pytest.raises(
-            FormatError, match="GPTQ packs 8 rows into a word, and in_features 12 is not a multiple of 8"
-        ):
-            standard_to_gptq(tall, v2=True)
-        with pytest.raises(FormatError, match="zero points of 8 columns into a word, and out_features 12 is not"):
-            standard_to_gptq(wide, v2=True)
-        qzeros = torch.zeros(1, 1, dtype=torch.int32)
-        with pytest.raises(FormatError, match="out_features 12 is not a multiple of 8"):
-            gptq_to_standard(wide.qweight, wide.scales, qzeros, 8, v2=True, sym=False)
-        with pytest.raises(FormatError, match="in_features 12 is not a multiple of 8"):
-            gptq_to_standard(
-                tall.qweight, tall.scales, None, 12, v2=True, sym=True, g_idx=torch.zeros(12, dtype=torch.int32)
-            )
+    @pytest.mark.parametrize("v2", [False, True])
+    @pytest.mark.parametrize(("k", "n", "group"), [(12, 8, 12), (8, 12, 8), (100, 44, 32), (13, 1, 4)])
+    def test_dimensions_that_do_not_fill_their_words_are_padded(self, k: int, n: int, group: int, v2: bool) -> None:
+        rng = np.random.default_rng(k)
+        q, z = rng.integers(0, 16, (k, n), dtype=np.uint8), rng.integers(0, 16, (-(-k // group), n), dtype=np.uint8)
+        qweight, qzeros = (torch.from_numpy(words) for words in packers.pack_gptq(q, z, v2=v2))
+        scales, g_idx = torch.randn(z.shape), torch.arange(k, dtype=torch.int32) // group
+        for sizes in ({"in_features": k}, {"g_idx": g_idx}):
+            weight = gptq_to_standard(qweight, scales, qzeros, group, v2=v2, sym=False, **sizes)
+            assert (weight.in_features, weight.out_features) == (k, n)
+            assert torch.equal(weight.values(), torch.from_numpy(q))
+            assert weight.zeros is not None and torch.equal(weight.zeros, torch.from_numpy(z))
+            written = standard_to_gptq(weight, v2=v2)
+            assert all(torch.equal(*pair) for pair in zip(written, (qweight, scales, qzeros, g_idx), strict=True))
+
+    def test_a_g_idx_of_zeros_alone_says_nothing(self) -> None:
+        scales = torch.tensor([[1.0], [2.0]]).expand(2, 8).contiguous()
+        weight = gptq_to_standard(
+            torch.zeros(2, 8, dtype=torch.int32), scales, None, 8, v2=True, sym=True,
+            g_idx=torch.zeros(16, dtype=torch.int32),
+        )  # fmt: skip
+        assert weight.g_idx is None and weight.dequantize()[:, 0].tolist() == [-8.0] * 8 + [-16.0] * 8
 
     def test_missing_zero_points_are_refused_unless_symmetric(self) -> None:
         with pytest.raises(FormatError, match="qzeros is missing"):

@@ -83,7 +83,12 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def no_compiler(cold: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("AWQJIT_CXX", str(tmp_path / "no-such-compiler"))
+    hide_numba(monkeypatch)
     return cold
+
+
+def hide_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_no_numba", lambda: "hidden by the test")
 
 
 def ours(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -163,6 +168,7 @@ def test_a_kernel_in_the_cache_needs_no_compiler(cold: Path, monkeypatch: pytest
     monkeypatch.delenv("AWQJIT_CXX", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(jit.cache.toolchain.importlib.util, "find_spec", lambda name: None)  # no zig
     with warnings.catch_warnings():
         warnings.simplefilter("error", AwqJitWarning)
         assert torch.equal(run(), wanted)
@@ -174,16 +180,14 @@ def test_a_kernel_in_the_cache_needs_no_compiler(cold: Path, monkeypatch: pytest
 def test_a_compiler_that_lacks_a_rows_flag_gives_the_next_row_and_one_warning(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = (
-        'case "$*" in *-mavx512*) echo "g++: error: unrecognized command-line option -mavx512bf16" >&2; exit 1;; esac'
-    )
+    body = 'case "$*" in *-mavx*) echo "g++: error: unrecognized command-line option -mavx512bf16" >&2; exit 1;; esac'
     monkeypatch.setenv("AWQJIT_CXX", str(compilers.kernel_script(tmp_path / "g++", body)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check(run(N))
         check(run(N + 16), N + 16)
     (text,) = ours(caught)
-    assert f"the kernel row {BEST[16]} cannot be built here, portable is used" in text
+    assert f"the kernel row {BEST[16]}" in text and "cannot be built here, portable is used" in text
     assert "unrecognized command-line option -mavx512bf16" in text
     choice = jit.choose(problem())
     assert choice.kernel.name == "portable"
@@ -194,6 +198,7 @@ def test_a_compiler_that_lacks_a_rows_flag_gives_the_next_row_and_one_warning(
 def test_a_compiler_that_fails_for_every_row_gives_plain_torch_and_one_warning(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hide_numba(monkeypatch)
     body = 'echo "kernel.cpp:1:1: error: no disk" >&2; exit 1'
     monkeypatch.setenv("AWQJIT_CXX", str(compilers.kernel_script(tmp_path / "g++", body)))
     with warnings.catch_warnings(record=True) as caught:
@@ -253,7 +258,7 @@ def test_a_forced_row_runs_or_refuses_and_nothing_else_runs(row: str, act_bits: 
 def test_a_forced_row_that_does_not_exist_is_refused() -> None:
     with (
         config.override(kernel="cuda"),
-        pytest.raises(KernelRefusedError, match=r"no such row; rows: .*portable, torch"),
+        pytest.raises(KernelRefusedError, match=r"no such row; rows: .*portable, .*torch"),
     ):
         run()
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import compilers
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import expected, w4a8_bits
-from rows import ALL, CASES, COMPILED, Case, forced, mm, packed, poisoned_memory, threads
+from rows import ALL, COMPILED, OTHER_COMPILER_CASES, Case, cases_of, forced, mm, packed, poisoned_memory, threads
 from strategies import SEEDS, ZERO_KINDS, RawWeight, Shape, activations, biases, weights
 
-from awqjit import jit
+from awqjit import jit, toolchain
 from awqjit.errors import ArgumentError
 
 EXAMPLES = 12
 
 rows = pytest.mark.parametrize(("row", "act_bits"), ALL, ids=lambda value: str(value))
 compiled_rows = pytest.mark.parametrize(("row", "act_bits"), COMPILED, ids=lambda value: str(value))
-int8_rows = pytest.mark.parametrize("row", [name for name, bits in COMPILED if bits == 8])
-cases = pytest.mark.parametrize("case", CASES, ids=str)
+INT8_ROWS = tuple(name for name, bits in COMPILED if bits == 8)
+int8_rows = pytest.mark.parametrize("row", INT8_ROWS)
 
 
 def drawn(case: Case, x_rows: int = 40) -> dict[str, st.SearchStrategy]:
@@ -39,8 +40,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@rows
-@cases
+@pytest.mark.parametrize(
+    ("row", "act_bits", "case"), [(*row, case) for row in ALL for case in cases_of(row[0])], ids=str
+)
 def test_a_row_matches_the_oracle(row: str, act_bits: int, case: Case) -> None:
     with forced(row), poisoned_memory():
 
@@ -56,8 +58,7 @@ def test_a_row_matches_the_oracle(row: str, act_bits: int, case: Case) -> None:
         assert {choice.kernel.name for choice in jit.choices()} <= {row}
 
 
-@int8_rows
-@cases
+@pytest.mark.parametrize(("row", "case"), [(row, case) for row in INT8_ROWS for case in cases_of(row)], ids=str)
 def test_a_w4a8_row_gives_the_bits_of_the_definition(row: str, case: Case) -> None:
     """So all w4a8 rows agree bit for bit, for any number of rows and threads."""
     with forced(row), poisoned_memory():
@@ -69,6 +70,39 @@ def test_a_w4a8_row_gives_the_bits_of_the_definition(row: str, case: Case) -> No
                 y = mm(x, packed(weight), bias, 8)
             wanted = w4a8_bits(x, weight.q, weight.z, weight.s, case.shape.group, bias=bias)
             assert same(y.reshape(wanted.shape), wanted)
+
+        check()
+
+
+@pytest.fixture(scope="session")
+def other_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of gcc and clang the one that the tests above have not been built by."""
+    found = compilers.by_kind(tmp_path_factory.mktemp("compilers"))
+    used = toolchain.find_compiler().kind
+    others = [path for kind, path in found.items() if kind != used]
+    if not others:
+        pytest.skip(f"no compiler but {used} is here: install g++, clang++ or the package ziglang")
+    return others[0]
+
+
+@compiled_rows
+@pytest.mark.parametrize("case", OTHER_COMPILER_CASES, ids=str)
+def test_a_row_built_by_the_other_compiler_is_as_right(
+    row: str, act_bits: int, case: Case, other_compiler: str
+) -> None:
+    with forced(row, other_compiler), poisoned_memory():
+        assert toolchain.find_compiler().argv == (other_compiler,)
+
+        @settings(max_examples=EXAMPLES)
+        @given(**drawn(case))
+        def check(weight, x, bias):
+            y = mm(x, packed(weight), bias, act_bits)
+            data = (x, weight.q, weight.z, weight.s, case.shape.group)
+            if act_bits == 8:
+                wanted = w4a8_bits(*data, bias=bias)
+                assert same(y.reshape(wanted.shape), wanted)
+            else:
+                expected(*data, bias=bias, act_bits=16).check(y)
 
         check()
 

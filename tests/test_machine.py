@@ -25,7 +25,7 @@ from awqjit.target import TARGETS, Target
 
 YMM, ZMM, TILES = 0b111, 0b1110_0111, 0b110_0000_0000_1110_0111
 X86_LINUX = platform.machine() in ("x86_64", "AMD64") and platform.system() == "Linux"
-WIDE = tuple(target for target in TARGETS if target.features)
+WIDE = tuple(target for target in TARGETS if "x86_64" in target.machines)
 
 
 def leaves(*names: str) -> dict[tuple[int, int], tuple[int, int, int, int]]:

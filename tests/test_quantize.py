@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from awqjit.errors import ArgumentError
-from awqjit.quantize import quantize_weight
+from awqjit.quantize import quantize_weight, round_trip
 
 
 def random_weight(n: int, k: int, seed: int, scale: float = 0.02) -> torch.Tensor:
@@ -116,3 +116,65 @@ def test_a_group_of_tiny_values_beside_normal_ones_becomes_zero_and_harms_nothin
     rounded = quantize_weight(weight, group_size=32).dequantize().T
     assert float((rounded - weight)[:, :32].abs().max()) < 1e-6
     assert float((rounded - weight).abs().max()) < 0.01
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    tokens=st.sampled_from([5, 100]),  # fewer than a group's columns, and more
+    group_size=st.sampled_from([16, 32, -1]),
+    symmetric=st.booleans(),
+)
+def test_the_search_with_inputs_never_raises_the_error_that_it_lowers(
+    seed: int, tokens: int, group_size: int, symmetric: bool
+) -> None:
+    weight = random_weight(6, 96, seed)
+    inputs = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(seed))
+    inputs[:, ::7] *= 20
+
+    def errors(**options: object) -> torch.Tensor:
+        """Of each group on its own, in float64: its part of the outputs, and a hundredth of the weights'."""
+        rounded = quantize_weight(weight, group_size=group_size, symmetric=symmetric, **options)  # type: ignore[arg-type]
+        group = rounded.group_size
+        deltas = (rounded.dequantize(torch.float64).T - weight.double()).reshape(6, -1, group)
+        columns = inputs.double().reshape(tokens, -1, group)
+        mean_square = columns.square().sum((0, 2)) / group
+        outputs = torch.einsum("njg,tjg->tnj", deltas, columns).square().sum(0)
+        return outputs / mean_square + 0.01 * deltas.square().sum(2)
+
+    plain = errors(clip_search=False)
+    assert bool((errors(inputs=inputs) <= plain * (1 + 1e-4) + 1e-12).all())
+
+
+def test_inputs_decide_which_weights_are_kept_best() -> None:
+    weight = random_weight(32, 64, 7)
+    weight[:, 9] = 0.3  # far from the rest: keeping it makes all others coarse
+    inputs = torch.randn(200, 64, generator=torch.Generator().manual_seed(8))
+    for size, kept in ((100.0, True), (0.0, False)):
+        inputs[:, 9] *= size
+        rounded = quantize_weight(weight, group_size=64, inputs=inputs).dequantize().T
+        moved = float((rounded - weight)[:, 9].abs().mean())
+        assert (moved < 0.02) == kept
+
+
+def test_zero_points_start_at_the_lowest_that_is_allowed() -> None:
+    weight = random_weight(16, 64, 9).abs()  # 0 would be the zero point of every group
+    assert not quantize_weight(weight, group_size=32).zeros.any()  # type: ignore[union-attr]
+    rounded = quantize_weight(weight, group_size=32, lowest_zero=1)
+    assert bool((rounded.zeros == 1).all())  # type: ignore[union-attr]
+    assert float((rounded.dequantize().T - weight).abs().max()) < float(weight.max()) / 14 * 0.9
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(3, 63), torch.zeros(64), torch.full((3, 64), float("nan"))])
+def test_inputs_that_do_not_fit_are_refused(inputs: torch.Tensor) -> None:
+    with pytest.raises(ArgumentError, match="inputs: got"):
+        quantize_weight(random_weight(8, 64, 0), group_size=32, inputs=inputs)
+
+
+@pytest.mark.parametrize(("group_size", "symmetric"), [(32, False), (-1, False), (32, True)])
+def test_the_round_trip_is_plain_rounding(group_size: int, symmetric: bool) -> None:
+    weight = random_weight(24, 96, 10)
+    plain = quantize_weight(weight, group_size=group_size, symmetric=symmetric, clip_search=False)
+    torch.testing.assert_close(
+        round_trip(weight, group_size=group_size, symmetric=symmetric), plain.dequantize().T, rtol=1e-6, atol=0
+    )

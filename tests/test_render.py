@@ -30,16 +30,21 @@ def spec(row: str, *, tile: Tile | None = None, **changed: object) -> KernelSpec
     given: dict[str, object] = {"k": 576, "n": 192, "group_size": 32, "x_dtype": "bf16", "scale_dtype": "fp16"}
     given |= {"symmetric": False, "bias": False, "act_bits": target(row).act_bits[0], **changed}
     problem = Problem(**given)  # type: ignore[arg-type]
-    return KernelSpec(problem, target(row), tile or target(row).tile(problem.x_dtype))
+    return KernelSpec(problem, target(row), tile or target(row).tile(problem.act_bits, problem.x_dtype))
 
 
 # One for each kind of arithmetic, with uneven shapes, short last groups, bias and both kinds of zero points among them.
 # Tiles are small, so that a person can read what changed.
 SMALL = Tile(rows=3, blocks=2, decode_rows=2)
+SMALL_AVX2 = Tile(rows=3, blocks=1, decode_rows=2)
 GOLDEN_SPECS = (
     spec("avx512_vnni", tile=SMALL),
     spec("avx512_bf16", k=264, n=72, group_size=128, scale_dtype="bf16", bias=True, tile=SMALL),
     spec("avx512_bf16", k=131, n=33, group_size=64, x_dtype="fp32", scale_dtype="fp32", symmetric=True, tile=SMALL),
+    spec("avx2", k=264, n=72, group_size=128, bias=True, tile=SMALL_AVX2),
+    spec("avx2", k=131, n=33, group_size=64, x_dtype="fp16", scale_dtype="fp32", act_bits=16, tile=SMALL_AVX2),
+    spec("avx_vnni", n=40, x_dtype="fp32", symmetric=True, tile=SMALL_AVX2),
+    spec("avx512bw", scale_dtype="bf16", tile=SMALL),
     spec("portable", k=100, n=40, group_size=7, x_dtype="fp16", bias=True),
 )
 
@@ -168,6 +173,11 @@ def strict_specs() -> list[KernelSpec]:
         *GOLDEN_SPECS,
         spec("avx512_vnni", k=72, n=17, group_size=1, x_dtype="fp32", symmetric=True, bias=True),
         spec("avx512_bf16", k=64, n=1, group_size=8, x_dtype="fp16", scale_dtype="fp32"),
+        spec("avx2", k=72, n=17, group_size=1, x_dtype="fp32", symmetric=True, bias=True),
+        spec("avx2", k=64, n=1, group_size=8, x_dtype="fp16", scale_dtype="fp32", act_bits=16, symmetric=True),
+        spec("avx_vnni", k=100, n=24, group_size=7),
+        spec("avx512bw", k=100, n=24, group_size=7, x_dtype="fp16", symmetric=True),
+        spec("avx512", bias=True),
         spec("portable", act_bits=16, symmetric=True),
         spec("portable", act_bits=8, x_dtype="fp32", k=16384, n=16, group_size=16384),
     ]

@@ -19,6 +19,9 @@ from awqjit.target import TARGETS, target
 ALL_FEATURES = frozenset().union(*(features for _, features in ISA_LEVELS))
 BEST = Machine("x86_64", "Linux", "a CPU with everything", ALL_FEATURES)
 NONE = dataclasses.replace(BEST, features=frozenset())
+LAPTOP = dataclasses.replace(BEST, features=frozenset({"avx", "avx2", "fma", "f16c"}))
+SKYLAKE_X = dataclasses.replace(BEST, features=LAPTOP.features | {"avx512f", "avx512vl", "avx512dq", "avx512bw"})
+ALDER_LAKE = dataclasses.replace(BEST, features=LAPTOP.features | {"avx_vnni"})
 ARM = Machine("aarch64", "Linux", "an ARM CPU", frozenset())
 WINDOWS = dataclasses.replace(BEST, system="Windows")
 BARE = dataclasses.replace(BEST, no_compiler="no working C++ compiler")
@@ -58,9 +61,15 @@ def machines() -> st.SearchStrategy[Machine]:
 
 def test_the_table_is_ordered_best_first_with_the_reference_last() -> None:
     names = [row.name for row in select.ROWS]
-    assert names == ["avx512_vnni", "avx512_bf16", "portable", "torch"]
+    of_mode = {
+        bits: [row.name for row in select.ROWS if row.target is None or bits in row.target.act_bits] for bits in (8, 16)
+    }
+    x86, others = [row.name for row in TARGETS if row.machines[:1] == ("x86_64",)], ["portable", "numba", "torch"]
+    assert [name for name in of_mode[8] if name in x86] == ["avx512_vnni", "avx_vnni", "avx512bw", "avx2"]
+    assert [name for name in of_mode[16] if name in x86] == ["avx512_bf16", "avx512", "avx2"]
+    assert of_mode[8][-3:] == of_mode[16][-3:] == others
     assert len(set(names)) == len(names)
-    assert [row.target for row in select.ROWS] == [*TARGETS, None]
+    assert [row.target for row in select.ROWS if row.target is not None] == list(TARGETS)
 
 
 @settings(max_examples=300, deadline=None)
@@ -95,9 +104,18 @@ def test_at_most_one_row_is_chosen_it_is_the_first_that_accepts_and_every_other_
         (W4A16, ARM, "portable"),
         (W4A8, ARM, "portable"),
         (W4A16, WINDOWS, "torch"),
-        (W4A16, BARE, "torch"),
-        (W4A8, dataclasses.replace(BEST, features=ALL_FEATURES - {"avx512_vnni"}), "portable"),
-        (W4A16, dataclasses.replace(BEST, features=ALL_FEATURES - {"avx512_bf16"}), "portable"),
+        (W4A16, BARE, "numba"),
+        (W4A8, BARE, "numba"),
+        (W4A16, dataclasses.replace(BARE, no_numba="numba is not installed"), "torch"),
+        (W4A8, LAPTOP, "avx2"),
+        (W4A16, LAPTOP, "avx2"),
+        (W4A8, SKYLAKE_X, "avx512bw"),
+        (W4A16, SKYLAKE_X, "avx512"),
+        (W4A8, ALDER_LAKE, "avx_vnni"),
+        (W4A16, ALDER_LAKE, "avx2"),
+        (W4A8, dataclasses.replace(BEST, features=ALL_FEATURES - {"avx512_vnni"}), "avx_vnni"),
+        (W4A16, dataclasses.replace(BEST, features=ALL_FEATURES - {"avx512_bf16"}), "avx512"),
+        (W4A16, dataclasses.replace(BEST, features=ALL_FEATURES - {"avx512vl"}), "avx2"),
         (W4A16, dataclasses.replace(BEST, features=ALL_FEATURES - {"f16c"}), "portable"),
     ],
 )
@@ -144,13 +162,15 @@ def test_a_w4a8_group_too_long_for_int32_is_left_to_the_reference() -> None:
 
 
 def test_a_forced_row_that_does_not_exist_lists_those_that_do() -> None:
-    with pytest.raises(KernelRefusedError, match="no such row; rows: avx512_vnni, avx512_bf16, portable, torch"):
+    rows = ", ".join(row.name for row in select.ROWS)
+    assert rows.startswith("avx512_vnni, ")
+    with pytest.raises(KernelRefusedError, match=f"no such row; rows: {rows}"):
         select.choose(W4A16, BEST, forced="amx_int9")
 
 
 def test_a_row_makes_a_spec_of_its_own_target_and_tile() -> None:
     for row, dtype in itertools.product(select.ROWS, ("bf16", "fp16", "fp32")):
-        problem = dataclasses.replace(W4A16, x_dtype=dtype)
+        problem = dataclasses.replace(W4A16, x_dtype=dtype, act_bits=row.target.act_bits[0] if row.target else 16)
         spec = row.spec(problem)
         if row.target is None:
             assert spec is None
@@ -158,7 +178,7 @@ def test_a_row_makes_a_spec_of_its_own_target_and_tile() -> None:
             assert spec is not None
             assert spec.problem == problem
             assert spec.target is target(row.name)
-            assert spec.tile == row.target.tile(dtype)
+            assert spec.tile == row.target.tile(problem.act_bits, dtype)
 
 
 @pytest.mark.parametrize("level", [name for name, _ in ISA_LEVELS])
@@ -176,7 +196,36 @@ def test_max_isa_hides_every_feature_above_its_level(level: str) -> None:
     needed = target("avx512_vnni").features
     if free.missing(needed) is None and not needed <= allowed:
         assert f"(AWQJIT_MAX_ISA={level})" in str(capped.missing(needed))
-        assert select.choose(W4A8, capped).name == "portable"
+
+
+@pytest.mark.parametrize(
+    ("level", "w4a8", "w4a16"),
+    [
+        ("portable", "portable", "portable"),
+        ("avx2", "avx2", "avx2"),
+        ("avx_vnni", "avx_vnni", "avx2"),
+        ("avx512", "avx_vnni", "avx512"),
+        ("avx512_vnni", "avx512_vnni", "avx512"),
+        ("avx512_bf16", "avx512_vnni", "avx512_bf16"),
+        ("amx", "avx512_vnni", "avx512_bf16"),
+    ],
+)
+def test_a_machine_capped_at_a_level_takes_the_best_rows_of_that_level(
+    level: str, w4a8: str, w4a16: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = dict.fromkeys(ALL_FEATURES, "")
+    monkeypatch.setattr(machine, "_features", lambda: (everything, "invented"))
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    with config.override(max_isa=level):
+        capped = machine.detect()
+    assert select.choose(W4A8, capped).name == w4a8
+    assert select.choose(W4A16, capped).name == w4a16
+    # The same machine without AVX-VNNI, as most with AVX512 are.
+    del everything["avx_vnni"]
+    with config.override(max_isa=level):
+        capped = machine.detect()
+    without = {"avx_vnni": "avx2", "avx512": "avx512bw"}.get(level, w4a8)
+    assert select.choose(W4A8, capped).name == without
 
 
 def test_an_unknown_level_is_an_error_that_lists_the_known_ones() -> None:
@@ -186,4 +235,5 @@ def test_an_unknown_level_is_an_error_that_lists_the_known_ones() -> None:
 
 def test_every_feature_a_target_needs_can_be_detected_and_capped() -> None:
     for row in TARGETS:
-        assert row.features <= ALL_FEATURES
+        architecture = row.machines[0] if row.machines else "x86_64"
+        assert row.features <= frozenset().union(*(features for _, features in machine.levels_of(architecture)))

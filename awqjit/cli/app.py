@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from awqjit.cli.cache import app as cache_app
-from awqjit.cli.common import Compute, ComputeOption, Dtype, DtypeOption, Folder, JsonOption, print_json, table_of
+from awqjit.cli.common import (
+    Compute,
+    ComputeOption,
+    Dtype,
+    DtypeOption,
+    Folder,
+    Form,
+    JsonOption,
+    Method,
+    print_json,
+    table_of,
+)
 from awqjit.spec import Problem
 from awqjit.version import __version__
 
@@ -87,27 +99,58 @@ def generate(
 @app.command()
 def quantize(
     source: Annotated[Path, typer.Argument(help="Float transformers folder (safetensors), or a GGUF file.")],
-    destination: Annotated[Path, typer.Argument(help="AWQ folder to write; must not exist or be empty.")],
-    group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64, 128, or -1 for a column.")] = 128,
+    destination: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
+    group_size: Annotated[
+        int,
+        typer.Option(help="Weights that share a scale: 32, 64, 128, or -1 for a column; not all readers take others."),
+    ] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Every zero point is 8.")] = False,
+    method: Annotated[
+        Method, typer.Option(help="awq: calibrate on a text; clip: look at the weights alone; round: no search.")
+    ] = Method.awq,
+    format: Annotated[Form | None, typer.Option(help="Form to write [default: awq; gptq with --symmetric].")] = None,
+    text: Annotated[Path | None, typer.Option(help="Calibration text instead of the one that comes along.")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Leave these layers float: names, or parts between dots. Repeatable.")
+    ] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Largest safetensors file, in MiB.")] = 1024,
     force: Annotated[bool, typer.Option("--force", help="Replace what is at the destination.")] = False,
 ) -> None:
-    """Write an int4 AWQ folder from a float model."""
-    from awqjit.integrations.quantize_folder import quantize_folder
+    """Write an int4 folder, in the AWQ or GPTQ form, from a float model."""
+    from awqjit.cli.quantize import lines, run
 
-    report = quantize_folder(
-        source, destination, group_size=group_size, symmetric=symmetric, shard_bytes=shard_size << 20, force=force
+    report = run(
+        source,
+        destination,
+        method=method,
+        form=format,
+        symmetric=symmetric,
+        text=text,
+        group_size=group_size,
+        skip=tuple(skip or ()),
+        shard_bytes=shard_size << 20,
+        force=force,
     )
-    by_reason: dict[str, list[str]] = {}
-    for layer, reason in report.kept.items():
-        by_reason.setdefault(reason, []).append(layer)
-    for reason, layers in by_reason.items():
-        print(f"float: {layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''} ({reason})")
-    print(
-        f"{len(report.quantized)} of {len(report.quantized) + len(report.kept)} layers quantized to "
-        f"{report.destination}: {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s"
-    )
+    for line in lines(report):
+        print(line)
+
+
+@app.command("eval")
+def evaluate(
+    folder: Folder,
+    text: Annotated[Path | None, typer.Option(help="Text to predict instead of the one that comes along.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Use this much of the text.")] = 2048,
+    dtype: DtypeOption = Dtype.bfloat16,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what w4a16 and w4a8 cost in accuracy, against the same int4 weights dequantized."""
+    from awqjit.cli.eval import run, table
+
+    found = run(folder, text, tokens, dtype.value, quiet=as_json)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        Console().print(table(found))
 
 
 @app.command()
@@ -123,6 +166,35 @@ def info(as_json: JsonOption = False) -> None:
     for what, value in lines(found):
         table.add_row(what, escape(value))
     Console().print(table)
+
+
+@app.command()
+def bench(
+    shapes: Annotated[
+        list[str] | None, typer.Argument(metavar="KxN", help="Layers, for example 4096x11008 [default: 4096x4096].")
+    ] = None,
+    m: Annotated[list[int] | None, typer.Option(min=1, help="Rows of x [default: 1, 16, 256]. Repeatable.")] = None,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale; -1 for K.")] = 128,
+    dtype: DtypeOption = Dtype.bfloat16,
+    seconds: Annotated[float, typer.Option(min=0, help="Of calls, for each contender, layer and M.")] = 0.5,
+    as_json: JsonOption = False,
+) -> None:
+    """Time int4 layers in both modes beside dense torch and torch's own int4 kernel."""
+    from awqjit.cli.bench import read_shape, run, table
+    from awqjit.integrations.transformers import resolve_dtype
+
+    activations = resolve_dtype("bfloat16" if dtype is Dtype.auto else dtype.value, None)
+    layers = [read_shape(shape) for shape in shapes or ["4096x4096"]]
+    result = run(layers, m or [1, 16, 256], group_size, activations, seconds, quiet=as_json)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        Console().print(table(result))
+        for name, reason in result.absent.items():
+            print(f"{name}: {reason}")
+    if not result.right:
+        print("A kernel's result is not what its arithmetic allows.", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -163,6 +235,25 @@ def explain(
         for verdict in row["rows"]:
             table.add_row(verdict["kernel"], "yes" if verdict["chosen"] else "", escape(verdict["reason"]))
         Console().print(table)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Folder of an int4 model.")],
+    dtype: DtypeOption = Dtype.bfloat16,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what an int4 folder holds, whether its numbers fit its labels, and which kernels it gets here."""
+    from awqjit.cli.info import here
+    from awqjit.cli.inspect import lines, to_dict
+    from awqjit.inspect_folder import inspect_folder
+
+    report = inspect_folder(folder, show_progress=not as_json)
+    if as_json:
+        print_json(to_dict(report, here(), dtype.value))
+    else:
+        for line in lines(report, here(), dtype.value):
+            print(line)
 
 
 @app.command()

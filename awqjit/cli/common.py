@@ -27,6 +27,21 @@ class Dtype(str, Enum):
     auto = "auto"
 
 
+class Method(str, Enum):
+    """How ``awqjit quantize`` finds int4 values."""
+
+    awq = "awq"
+    clip = "clip"
+    round = "round"
+
+
+class Form(str, Enum):
+    """Forms of the folder that it writes."""
+
+    awq = "awq"
+    gptq = "gptq"
+
+
 Folder = Annotated[str, typer.Argument(help="Folder of an AWQ or GPTQ model, or its id on the Hugging Face hub.")]
 ComputeOption = Annotated[Compute, typer.Option(help="w4a16: activations as they are; w4a8: rounded to int8.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of activations and float layers; auto: the model's own.")]

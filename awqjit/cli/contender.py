@@ -77,7 +77,7 @@ def kernels(model: nn.Module, choices: tuple[jit.Choice, ...]) -> list[dict[str,
             counts[layer.problem(dtype)] = counts.get(layer.problem(dtype), 0) + 1
     loaded = {choice.problem: choice.seconds for choice in _choose_again(choices)}
     compiled: dict[Any, float] = {}
-    if config.JIT.read() and all(choice.kernel.name != "torch" for choice in choices):
+    if config.JIT.read() and all(choice.kernel.name not in jit.WITHOUT_COMPILER for choice in choices):
         with tempfile.TemporaryDirectory() as empty, config.override(cache_dir=empty, cache_path=None):
             compiled = {choice.problem: choice.compile_seconds for choice in _choose_again(choices)}
         _choose_again(choices)

@@ -15,6 +15,7 @@ import torch
 
 from awqjit import config, jit, machine, places, select, slots, toolchain, upkeep
 from awqjit.errors import ArgumentError, ConfigError, NoCompilerError
+from awqjit.ops import dispatcher
 from awqjit.spec import COMPUTE, Problem, act_bits_of
 from awqjit.weight import resolve_group_size
 
@@ -28,6 +29,7 @@ def collect() -> dict[str, Any]:
         "version": _versions(),
         "cpu": _cpu(),
         "kernel": _rows(),
+        "operator": _operator(),
         "compiler": _compilers(),
         "cache": _caches(),
         "threads": _threads(),
@@ -67,7 +69,7 @@ def _cpu() -> dict[str, Any]:
         "architecture": here.architecture,
         "features": sorted(here.features),
         "capped at": here.max_isa or "no cap",
-        "levels": {name: here.missing(features) or "on" for name, features in machine.ISA_LEVELS},
+        "levels": {name: here.missing(features) or "on" for name, features in machine.levels_of(here.architecture)},
     }
 
 
@@ -85,6 +87,12 @@ def _rows() -> dict[str, str]:
         served = [f"w4a{bits}" for bits, reason in asked.items() if reason is None]
         found[row.name] = f"on for {' and '.join(served)}" if served else str(next(iter(asked.values())))
     return found
+
+
+def _operator() -> dict[str, str]:
+    """Whether int4_mm can be called without Python, or why not."""
+    reason = dispatcher.obstacle()
+    return {"int4_mm": f"Python: {reason}" if reason else "C++, once a kernel has run"}
 
 
 def _compilers() -> list[dict[str, Any]]:

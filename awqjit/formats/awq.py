@@ -13,8 +13,6 @@ so nibble i of word c holds column 8c + [0, 2, 4, 6, 1, 3, 5, 7][i]. A zero poin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,15 +58,8 @@ def awq_to_standard(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, grou
     check_tensor("scales", scales, (groups, n), *SCALE_DTYPES)
     if qzeros is not None:
         check_tensor("qzeros", qzeros, (groups, words), torch.int32)
-    padded = F.pad(qweight, (0, 0, 0, -k % 8))
-    tiles = padded.reshape(-1, 8, words).clone(memory_format=torch.contiguous_format)
-    rows = tiles.unbind(1)
-    _transpose_nibbles(rows)
-    standard = torch.empty(tiles.shape[0], words, 8, dtype=torch.int32, device=qweight.device)
-    for i, column in enumerate(ORDER):
-        standard[:, :, column] = rows[i]
     return QuantizedWeight(
-        qweight=standard.reshape(-1, n),
+        qweight=_standard_words(qweight),
         scales=scales,
         zeros=None if qzeros is None else unpack_columns(qzeros, ORDER),
         group_size=group_size,
@@ -98,26 +89,49 @@ def standard_to_awq(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
     if not weight.in_group_order():
         raise FormatError("AWQ has no act-order (g_idx)", "Store this layer in the GPTQ form.")
     lanes = clear_padding(weight.qweight, k).reshape(-1, n // 8, 8)
-    rows = [lanes[:, :, column].clone(memory_format=torch.contiguous_format) for column in ORDER]
+    rows = torch.stack([lanes[:, :, column] for column in ORDER])
     _transpose_nibbles(rows)
-    qweight = torch.stack(rows, dim=1).reshape(-1, n // 8)[:k].contiguous()
+    qweight = rows.transpose(0, 1).reshape(-1, n // 8)[:k].contiguous()
     zeros = weight.zeros
     if zeros is None:
         zeros = torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8, device=weight.device)
     return qweight, weight.scales, pack_columns(zeros, ORDER)
 
 
-def _transpose_nibbles(words: Sequence[Tensor]) -> None:
-    """Take 8 words as an 8 by 8 matrix of nibbles and transpose it, in place: blocks of 1, 2, then 4 nibbles swap."""
+_CHUNK = 32_767
+"""Words handled at a time: temporaries stay in a cache, and torch starts no threads for so small an operation."""
+
+
+def _standard_words(qweight: Tensor) -> Tensor:
+    """AWQ's qweight int32 [K, N / 8] as standard words, int32 [ceil(K / 8), N]; rows beyond K are 0."""
+    k, words = qweight.shape
+    standard = torch.empty(ceil_div(k, 8), words, 8, dtype=torch.int32, device=qweight.device)
+    columns = min(words, _CHUNK // 8)
+    tiles = max(1, _CHUNK // (8 * columns))
+    for start in range(0, k, 8 * tiles):
+        rows = qweight[start : start + 8 * tiles]
+        rows = F.pad(rows, (0, 0, 0, -rows.shape[0] % 8))
+        for left in range(0, words, columns):
+            tile = rows[:, left : left + columns].unflatten(0, (-1, 8)).transpose(0, 1).contiguous()
+            _transpose_nibbles(tile)
+            part = standard[start // 8 : start // 8 + tile.shape[1], left : left + columns]
+            for i, column in enumerate(ORDER):
+                part[:, :, column] = tile[i]
+    return standard.reshape(-1, 8 * words)
+
+
+def _transpose_nibbles(words: Tensor) -> None:
+    """Take words [8, ...] as 8 by 8 matrices of nibbles and transpose them, in place.
+
+    Blocks of 1, 2, then 4 nibbles swap across the diagonal.
+    """
     for step, mask in ((1, 0x0F0F0F0F), (2, 0x00FF00FF), (4, 0x0000FFFF)):
-        for i in range(8):
-            if i & step:
-                continue
-            low, high = words[i], words[i + step]
-            # What >> drags in from the sign lies outside the mask.
-            moved = low >> (4 * step)
-            moved ^= high
-            moved &= mask
-            high ^= moved
-            moved <<= 4 * step
-            low ^= moved
+        pairs = words.view(4 // step, 2, step, -1)
+        low, high = pairs[:, 0], pairs[:, 1]
+        # What >> drags in from the sign lies outside the mask.
+        moved = low >> (4 * step)
+        moved ^= high
+        moved &= mask
+        high ^= moved
+        moved <<= 4 * step
+        low ^= moved

@@ -7,19 +7,21 @@ dtype (scales included), fills what a checkpoint lacks with random values, and h
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from awqjit import formats, loader
 from awqjit.checkpoint import Checkpoint
 from awqjit.errors import ArgumentError, AwqJitWarning, FormatError, MissingDependencyError
+from awqjit.integrations import conversions
+from awqjit.plan import make_plan
 from awqjit.spec import act_bits_of
 
 if TYPE_CHECKING:
@@ -83,14 +85,12 @@ def skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
         raise FormatError(f"transformers has no causal language model for this config: {error}", "") from error
 
 
-def _open(folder: Path) -> tuple[Checkpoint, formats.FormatConfig]:
+def _open(folder: Path) -> tuple[Checkpoint, dict[str, Any], formats.FormatConfig]:
     checkpoint = Checkpoint.open(folder)
-    described = checkpoint.config.get("quantization_config")
-    if not any(name.endswith(".qweight") for name in checkpoint.files):
+    if not any(name.rpartition(".")[2] in formats.MARKS for name in checkpoint.files):
         raise FormatError(f"{folder} holds no int4 layer", "Quantize it first: awqjit quantize FOLDER DESTINATION.")
-    if not isinstance(described, dict):
-        raise FormatError(f"{folder} holds int4 layers, but config.json has no quantization_config", "Add it.")
-    return checkpoint, formats.parse(described)
+    described = formats.find_config(folder, checkpoint.config)
+    return checkpoint, described, formats.parse(described)
 
 
 def from_pretrained(
@@ -125,34 +125,31 @@ def from_pretrained(
     transformers = require_transformers()
     act_bits_of(compute)
     folder = local_folder(folder_or_id)
-    checkpoint, format = _open(folder)
+    checkpoint, described, format = _open(folder)
     config = read_config(folder)
     target_dtype = resolve_dtype(dtype, config)
     model = skeleton(config, target_dtype)
-    plan = loader.make_plan(
+    conversions.compute_buffers(model)
+    plan = make_plan(
         model,
         checkpoint,
         format,
         ties=dict(model.all_tied_weights_keys),
         ignored=(*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())),
+        names=conversions.renamed(model, checkpoint.files, format.tensor_names),
     )
     half = (*(model._keep_in_fp32_modules or ()),) if target_dtype == torch.float16 else ()
     refused = loader.load(
         model,
         checkpoint,
-        format,
         plan,
         dtype=target_dtype,
         compute=compute,
         keep_fp32={*half, *(model._keep_in_fp32_modules_strict or ())},
         show_progress=progress,
     )
-    _compute_buffers(model)
     _untie(model, plan.untied)
-    if refused:
-        quantization = model.config.quantization_config
-        listed = quantization.get("modules_to_not_convert") or []
-        quantization["modules_to_not_convert"] = [*listed, *refused]
+    model.config.quantization_config = _described_now(described, format.method, refused)
     if (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = os.fspath(folder_or_id)
@@ -176,27 +173,19 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
         raise FormatError(f"{text} is neither a folder nor a hub model that can be fetched: {error}", "") from error
 
 
-@contextmanager
-def _meta_refused(name: str, module: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except (AttributeError, TypeError) as error:
-        raise FormatError(
-            f"the buffers of {name} ({type(module).__name__}) cannot be computed from the model's config: {error}",
-            "This model type is not supported.",
-        ) from error
-
-
-def _compute_buffers(model: nn.Module) -> None:
-    """Compute what is neither a parameter nor on disk, such as the rotary frequencies, by making its module again."""
-    for name, module in model.named_modules():
-        names = [key for key in module._non_persistent_buffers_set if getattr(module._buffers[key], "is_meta", False)]
-        if not names:
-            continue
-        with _meta_refused(name, module):
-            computed: Any = type(module)(config=module.config)
-            for key in names:
-                module._buffers[key] = computed._buffers[key]
+def _described_now(described: dict[str, Any], method: str, refused: tuple[str, ...]) -> dict[str, Any]:
+    """The quantization config of a model some of whose layers have become float, as that method's readers expect it."""
+    changed = copy.deepcopy(described)
+    if not refused:
+        return changed
+    if method == "gptq":
+        changed["dynamic"] = {**(changed.get("dynamic") or {}), **{f"-:^{re.escape(name)}$": {} for name in refused}}
+    elif method == "auto-round":
+        changed["extra_config"] = {**(changed.get("extra_config") or {}), **{name: {"bits": 16} for name in refused}}
+    else:
+        key = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
+        changed[key] = [*(changed.get(key) or ()), *refused]
+    return changed
 
 
 def _untie(model: Any, names: tuple[str, ...]) -> None:
@@ -218,5 +207,7 @@ def _untie(model: Any, names: tuple[str, ...]) -> None:
 
 def _check_complete(model: nn.Module) -> None:
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    for path, module in model.named_modules():  # made on the meta device, but registered nowhere
+        left += [f"{path}.{key}" for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
     if left:
         raise FormatError(f"no values for {', '.join(left[:20])}", "This model type is not supported.")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from awqjit import jit
-from awqjit.ops import linear, matmul, packing
+from awqjit.ops import dispatcher, linear, matmul, packing
 
 _SIGNATURE = (
     "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int in_features, int out_features, "
@@ -41,7 +41,6 @@ for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.needs_contiguous_strides, torch.Tag.pt2_compliant_tag))
 
 for _name, _function, _fake in (
-    ("int4_mm", matmul.int4_mm, matmul.int4_mm_fake),
     ("int4_linear", linear.int4_linear, matmul.int4_mm_fake),
     ("int4_mm_backward", linear.int4_mm_backward, linear.int4_mm_backward_fake),
     ("pack", packing.pack, packing.pack_fake),
@@ -50,6 +49,9 @@ for _name, _function, _fake in (
 ):
     _library.impl(_name, _function, "CPU")
     torch.library.register_fake(f"awqjit::{_name}", _fake, lib=_library)
+# An alias key, for the dispatcher in C++ to take precedence over with the key CPU itself.
+_library.impl("int4_mm", dispatcher.int4_mm, "CompositeExplicitAutograd")
+torch.library.register_fake("awqjit::int4_mm", matmul.int4_mm_fake, lib=_library)
 for _name, _function in (
     ("int4_mm", matmul.int4_mm_autograd),
     ("int4_linear", linear.int4_linear_autograd),
@@ -65,4 +67,5 @@ for _name in ("int4_mm", "int4_linear", "int4_mm_backward"):
 def forget() -> None:
     """Drop every kernel choice of this process, here and in :mod:`awqjit.jit`; variables are then read again."""
     matmul.forget()
+    dispatcher.forget()
     jit.forget()

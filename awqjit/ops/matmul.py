@@ -44,6 +44,27 @@ def int4_mm(
 ) -> Tensor:
     if x is None:
         raise ArgumentError("x", None, "a tensor")
+    kernel = kernel_for(x, weight, scales, zeros, bias, in_features, out_features, group_size, act_bits, perm, layout)
+    if launch.in_forked_child():
+        with launch.one_thread():  # copies, conversions and the row in plain torch included
+            return _run(kernel, x, weight, scales, zeros, bias, perm, in_features, out_features)
+    return _run(kernel, x, weight, scales, zeros, bias, perm, in_features, out_features)
+
+
+def kernel_for(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    act_bits: int = 16,
+    perm: Tensor | None = None,
+    layout: int = LAYOUT_CPU,
+) -> jit.Kernel:
+    """The kernel that serves a call with these arguments, which are checked unless ones just like them were before."""
     key = (
         x.dtype,
         x.device,
@@ -63,11 +84,10 @@ def int4_mm(
         problem = check_int4_mm(
             x, weight, scales, zeros, bias, in_features, out_features, group_size, act_bits, perm, layout
         )
+        if x.device.type != "cpu":
+            raise ArgumentError("x", f"device {x.device}", "device cpu: there is no kernel for another one")
         kernel = _checked[key] = jit.choose(problem).kernel
-    if launch.in_forked_child():
-        with launch.one_thread():  # copies, conversions and the row in plain torch included
-            return _run(kernel, x, weight, scales, zeros, bias, perm, in_features, out_features)
-    return _run(kernel, x, weight, scales, zeros, bias, perm, in_features, out_features)
+    return kernel
 
 
 def _run(

@@ -18,6 +18,13 @@
 #define NO_UNROLL _Pragma("GCC unroll 1")
 #endif
 
+// What p points to stays in memory until it is used. A compiler that sees through the address would move it into
+// registers ahead of a loop that has none to spare, and spill others.
+template <class T> INLINE T *in_memory(T *p) {
+  asm volatile("" : "+r"(p));
+  return p;
+}
+
 constexpr int64_t K = 576;                    // in_features: columns of x
 constexpr int64_t N = 192;                    // out_features: columns of y
 constexpr int64_t GROUPS = 18;
@@ -86,6 +93,7 @@ INLINE float float_to_fp32(float value) { return value; }
 
 // ---- vocabulary: AVX512-VNNI, int8 activations ---------------------------------------------------------------------
 // The nibble is the unsigned operand of VPDPBUSD, so sums are exact int32; they start at -z * sum(x).
+// What AVX512 vocabularies of int8 activations share: all but the dot product.
 // What all AVX512 vocabularies share: 16 columns are one register.
 #include <immintrin.h>
 typedef __m512 Floats;
@@ -141,22 +149,6 @@ INLINE int32_t four(const Activation *x) {
   return bytes;
 }
 INLINE Lane broadcast(const Activation *x) { return _mm512_set1_epi32(four(x)); }
-// gcc 12 copies the accumulators of its VPDPBUSD intrinsic to the stack and back (half of the speed): name the
-// instruction instead.
-INLINE void dot(Acc &a, Operand b, Lane x) {
-#if defined(__clang__)
-  a = _mm512_dpbusd_epi32(a, b, x);
-#else
-  asm("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(b), "v"(x));
-#endif
-}
-INLINE void dot_memory(Acc &a, Operand b, const Activation *x) {
-#if defined(__clang__)
-  a = _mm512_dpbusd_epi32(a, b, broadcast(x));
-#else
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(a) : "v"(b), "m"(*(const int32_t(*)[1])x));
-#endif
-}
 INLINE Floats finish(Acc a, Floats scale, float unit, Floats y) {
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(a), _mm512_mul_ps(_mm512_set1_ps(unit), scale), y);
 }
@@ -189,6 +181,23 @@ INLINE void prepare_group(const X *x, int64_t count, Activation *out, float *uni
   *minus_sum = -_mm512_reduce_add_epi32(sum);
 }
 
+// gcc 12 copies the accumulators of its VPDPBUSD intrinsic to the stack and back (half of the speed): name the
+// instruction instead.
+INLINE void dot(Acc &a, Operand b, Lane x) {
+#if defined(__clang__)
+  a = _mm512_dpbusd_epi32(a, b, x);
+#else
+  asm("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(b), "v"(x));
+#endif
+}
+INLINE void dot_memory(Acc &a, Operand b, const Activation *x) {
+#if defined(__clang__)
+  a = _mm512_dpbusd_epi32(a, b, broadcast(x));
+#else
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(a) : "v"(b), "m"(*(const int32_t(*)[1])x));
+#endif
+}
+
 // ---- threads -----------------------------------------------------------------------------------------------------
 // A worker first takes its own contiguous range of jobs front to back, so that its weights are one sequential stream,
 // and then what is left of the others' ranges. One shared counter instead costs 5 to 15 % at a few rows. A worker that
@@ -201,6 +210,16 @@ struct DefinedArithmetic {
   const unsigned before = __builtin_ia32_stmxcsr();
   DefinedArithmetic() { __builtin_ia32_ldmxcsr(0x1f80); }
   ~DefinedArithmetic() { __builtin_ia32_ldmxcsr(before); }
+#elif defined(__aarch64__)
+  static uint64_t control() {
+    uint64_t value;
+    asm volatile("mrs %0, fpcr" : "=r"(value));
+    return value;
+  }
+  static void set_control(uint64_t value) { asm volatile("msr fpcr, %0" : : "r"(value) : "memory"); }
+  const uint64_t before = control();
+  DefinedArithmetic() { set_control(0); }
+  ~DefinedArithmetic() { set_control(before); }
 #endif
 };
 
@@ -475,7 +494,7 @@ NOINLINE void tile_2(const Prepared &prepared, int64_t group, int64_t row, int64
   Acc a0_1 = start(zero1, minus_sum[0]);
   Acc a1_1 = start(zero1, minus_sum[1]);
   const char *operands = panel.operands;
-  NO_UNROLL for (int64_t i = 0; i < count; i++, x += 8, operands += STEPS * PANEL * 64) {
+  NO_UNROLL for (int64_t i = 0; i < count; i++) {
     {
       const Operand b0 = load_operand(operands + 0);
       const Operand b1 = load_operand(operands + 64);
@@ -496,6 +515,8 @@ NOINLINE void tile_2(const Prepared &prepared, int64_t group, int64_t row, int64
       dot(a1_0, b0, x1);
       dot(a1_1, b1, x1);
     }
+    x += 8;
+    operands += 1 * STEPS * PANEL * 64;
   }
   const Floats scale0 = load_floats(panel.scales + 0);
   store_floats(sums + 0, finish(a0_0, scale0, unit[0], load_floats(sums + 0)));
@@ -519,7 +540,7 @@ NOINLINE void tile_3(const Prepared &prepared, int64_t group, int64_t row, int64
   Acc a1_1 = start(zero1, minus_sum[1]);
   Acc a2_1 = start(zero1, minus_sum[2]);
   const char *operands = panel.operands;
-  NO_UNROLL for (int64_t i = 0; i < count; i++, x += 8, operands += STEPS * PANEL * 64) {
+  NO_UNROLL for (int64_t i = 0; i < count; i++) {
     {
       const Operand b0 = load_operand(operands + 0);
       const Operand b1 = load_operand(operands + 64);
@@ -546,6 +567,8 @@ NOINLINE void tile_3(const Prepared &prepared, int64_t group, int64_t row, int64
       dot(a2_0, b0, x2);
       dot(a2_1, b1, x2);
     }
+    x += 8;
+    operands += 1 * STEPS * PANEL * 64;
   }
   const Floats scale0 = load_floats(panel.scales + 0);
   store_floats(sums + 0, finish(a0_0, scale0, unit[0], load_floats(sums + 0)));
