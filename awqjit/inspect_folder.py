@@ -161,8 +161,9 @@ def _layer(name: str, label: LayerFormat, parts: Mapping[str, str], checkpoint: 
     elif refused is None:
         tensors = checkpoint.read(*stored.values())
         tensors = {last: tensors[source] for last, source in stored.items()}
-        if "weight_shape" in tensors and shapes["weight_shape"] == (2,):
-            size = (int(tensors["weight_shape"][1]), size[1])
+        shape = tensors.get("weight_shape")
+        if shape is not None and shapes["weight_shape"] == (2,) and not shape.is_floating_point():
+            size = (int(shape[1]), size[1])
         try:
             weight = layer.read(tensors, *size, notes=notes).symmetric_if_possible()
         except (ArgumentError, FormatError) as error:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from awqjit import pages
 from awqjit.errors import ArgumentError, FormatError
 from awqjit.weight import (
     SCALE_DTYPES,
@@ -125,7 +126,7 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     """
     k, n, g = weight.in_features, weight.out_features, weight.group_size
     perm = _act_order(weight)
-    words = weight.qweight.new_empty(ceil_div(n, BLOCK), packed_rows(k, g) // 8, BLOCK)
+    words = pages.empty((ceil_div(n, BLOCK), packed_rows(k, g) // 8, BLOCK), torch.int32, weight.device)
     if perm is None and k % 8 == 0 and (g % 8 == 0 or g == k):  # every packed word is a word already
         _to_blocks(weight.qweight, words, _evens_then_odds)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +65,8 @@ def load(
 
     Raises:
         ArgumentError: ``compute`` is unknown.
-        FormatError: a layer's tensors are damaged or in a form that is not read.
+        FormatError: a layer's tensors are damaged or in a form that is not read, or another tensor holds integers
+            where the model has floats.
     """
     act_bits_of(compute)
     refused: dict[str, str] = {}
@@ -75,6 +76,7 @@ def load(
         for name, sources in plan.dense.items():
             fp32 = any(part in name.split(".") for part in keep_fp32)
             read = checkpoint.read(*sources, dtype=torch.float32 if fp32 else dtype)
+            _check_kind(model, name, read)
             _set(model, name, _join([read.pop(source) for source in sources], 0))
             advance()
         for layer, read_layer in _read_ahead(checkpoint, plan.quantized):
@@ -229,6 +231,22 @@ def _warn(refused: dict[str, str], notes: dict[str, list[str]], dtype: torch.dty
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, last = name.rpartition(".")
     return model.get_submodule(path), last
+
+
+def _check_kind(model: nn.Module, name: str, stored: Mapping[str, Tensor]) -> None:
+    """Integers where the model has floats are a quantized form whose scales are lost: they would run, and mean nothing.
+
+    Raises:
+        FormatError: a tensor is such.
+    """
+    parent, last = _parent(model, name)
+    wanted = parent.get_parameter(last) if last in parent._parameters else parent.get_buffer(last)
+    for source, tensor in stored.items():
+        if wanted.is_floating_point() and not tensor.is_floating_point():
+            raise FormatError(
+                f"the tensor {source} is stored as {tensor.dtype}, and the model has floats there",
+                "Use a checkpoint that keeps it float.",
+            )
 
 
 def _set(model: nn.Module, name: str, tensor: Tensor) -> None:

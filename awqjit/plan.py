@@ -210,10 +210,12 @@ def _match_parts(match: _Match, name: str, module: nn.Linear, config: FormatConf
     names = (name,) if match.mark(name) else _names_of_parts(name)
     if not all(match.mark(part) for part in names) or any(match.prefers_float(part, config) for part in names):
         return ()
+    k, n = module.in_features, module.out_features // len(names)
+    if k < 1 or n < 1:
+        raise FormatError(f"the config gives the layer {name} {k} inputs and {n} outputs", "Correct config.json.")
     del match.wanted[f"{name}.weight"]
     match.wanted.pop(f"{name}.bias", None)
-    n = module.out_features // len(names)
-    return tuple(_match_layer(match, part, module.in_features, n, module.bias is not None, config) for part in names)
+    return tuple(_match_layer(match, part, k, n, module.bias is not None, config) for part in names)
 
 
 def _match_layer(match: _Match, name: str, k: int, n: int, has_bias: bool, config: FormatConfig) -> StoredLayer:

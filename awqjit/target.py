@@ -84,8 +84,10 @@ VOCABULARIES: dict[str, Vocabulary] = {
         Vocabulary("avx512_int16", steps=2, chains=1, narrow_words=4),
         Vocabulary("avx512_fp32", steps=8, chains=8),
         # 16 registers of 8 columns: 6 rows of 16 columns leave four for operands.
-        Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(rows=6, blocks=1, decode_rows=5)),
-        Vocabulary("avx2_int16", steps=2, chains=1, tile=Tile(rows=6, blocks=1, decode_rows=4), narrow_words=4),
+        Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(rows=6, blocks=1, decode_rows=5, prefetch=4096)),
+        Vocabulary(
+            "avx2_int16", steps=2, chains=1, tile=Tile(rows=6, blocks=1, decode_rows=4, prefetch=4096), narrow_words=4
+        ),
         Vocabulary("avx2_fp32", steps=8, chains=2, tile=Tile(rows=6, blocks=1, decode_rows=4)),
         # 32 registers of 4 columns. clang keeps all x of a tile in registers: 6 rows of int8 are too many for it.
         # Splitting into fp32 takes most registers and most of the time: one row, one chain.

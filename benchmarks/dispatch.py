@@ -88,11 +88,11 @@ def chains(x: Tensor, arguments: tuple[Any, ...], cpp_wrapper: bool) -> tuple[Ca
                 x = op(x, *tensors, *arguments[3:])
             return x
 
-        torch._dynamo.reset()
         compiled = torch.compile(run, fullgraph=True)
         compiled(x, *arguments[:3])
         return lambda: compiled(x, *arguments[:3])
 
+    torch._dynamo.reset()  # graphs made with the other wrapper
     with inductor.patch(cpp_wrapper=cpp_wrapper):
         return graph(1), graph(CHAIN)
 

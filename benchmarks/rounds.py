@@ -59,6 +59,8 @@ class Worker:
             "OMP_PROC_BIND": "true",
             "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in self.cpus),
             "OPENBLAS_NUM_THREADS": "1",  # numpy only makes the references; its threads would spin on
+            # numpy asks for huge pages, and the allocator hands its memory on: some contenders would have them by luck.
+            "NUMPY_MADVISE_HUGEPAGE": "0",
             **found.variables(self.home),
         }
         with self.log.open("ab") as words:

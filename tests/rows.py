@@ -14,6 +14,7 @@ from torch import Tensor
 
 from awqjit import config, machine, ops, select
 from awqjit.layout import PackedWeight, pack
+from awqjit.ops import matmul
 from awqjit.target import TARGETS, Target, target
 
 AVX_VNNI_EVEX = replace(
@@ -121,8 +122,8 @@ def threads(count: int) -> Iterator[None]:
 
 
 def mm(x: Tensor, packed: PackedWeight, bias: Tensor | None, act_bits: int) -> Tensor:
-    """The operator on a packed weight."""
-    return torch.ops.awqjit.int4_mm(
+    """The operator on a packed weight, in Python: torch.empty then gives what a kernel writes (see poisoned_memory)."""
+    return matmul.int4_mm(
         x,
         packed.weight,
         packed.scales,

@@ -22,7 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("version", "errors", "config", "progress", "data"),
     ("weight", "formats", "checkpoint", "inspect_folder", "quantize"),
     ("reference",),
-    ("target", "layout", "spec", "cpuid", "hwcap", "machine", "select"),
+    ("target", "pages", "layout", "spec", "cpuid", "hwcap", "machine", "select"),
     ("render", "child", "slots", "toolchain", "places", "store", "cache", "upkeep", "launch", "backends"),
     ("jit", "ops", "bake"),
     ("modules", "plan", "loader"),

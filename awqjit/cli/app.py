@@ -180,7 +180,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Time int4 layers in both modes beside dense torch and torch's own int4 kernel."""
-    from awqjit.cli.bench import read_shape, run, table
+    from awqjit.cli.bench import read_shape, run, tables
     from awqjit.integrations.transformers import resolve_dtype
 
     activations = resolve_dtype("bfloat16" if dtype is Dtype.auto else dtype.value, None)
@@ -189,7 +189,8 @@ def bench(
     if as_json:
         print_json(result.to_dict())
     else:
-        Console().print(table(result))
+        for shown in tables(result):
+            Console().print(shown)
         for name, reason in result.absent.items():
             print(f"{name}: {reason}")
     if not result.right:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -167,8 +167,11 @@ def _rotation(tensors: tuple[torch.Tensor, ...]) -> tuple[list[tuple[torch.Tenso
 def _int4(mode: str, weight: QuantizedWeight, dtype: torch.dtype) -> _Contender:
     k, n, group, bits = weight.in_features, weight.out_features, weight.group_size, COMPUTE[mode]
     problem = Problem(k, n, group, jit.DTYPE_NAMES[dtype], "fp16", symmetric=False, bias=False, act_bits=bits)
-    packed = torch.ops.awqjit.pack(weight.qweight, weight.scales, weight.zeros, None, group, k)
-    copies, size = _rotation(tuple(packed[:3]))
+    source = (weight.qweight, weight.scales, weight.zeros, None, group, k)
+    copies = [torch.ops.awqjit.pack(*source)[:3]]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in copies[0])
+    # Not clones: where packed weights lie is a part of packing them.
+    copies += [torch.ops.awqjit.pack(*source)[:3] for _ in range(ROTATE_BYTES // size)]
     op = torch.ops.awqjit.int4_mm.default
 
     def call(x: torch.Tensor, copy: int) -> torch.Tensor:
@@ -259,21 +262,25 @@ def _times(contenders: Sequence[_Contender], x: torch.Tensor, seconds: float) ->
     return times
 
 
-def table(result: Result) -> Table:
-    """One row a contender, layer and batch size."""
-    title = f"group size {result.group_size}, {result.dtype} x, {result.threads} threads"
-    shown = table_of(title, "K x N", "M", "contender", "kernel", "µs", "× dense", "GB/s", "GOP/s", "error")
-    for row in result.rows:
-        first = row.contender == result.rows[0].contender
-        shown.add_row(
-            f"{row.k} x {row.n}" if first and row.m == result.rows[0].m else "",
-            str(row.m) if first else "",
-            row.contender,
-            row.kernel,
-            f"{row.seconds * 1e6:.0f}",
-            f"{row.over_dense:.2f}",
-            f"{row.gbs:.1f}",
-            f"{row.gops:.0f}",
-            f"{row.error:.1e}" + ("" if row.right else " WRONG"),
-        )
-    return shown
+def tables(result: Result) -> Iterator[Table]:
+    """A table for each layer: one row a contender and batch size."""
+    for k, n in dict.fromkeys((row.k, row.n) for row in result.rows):
+        title = f"{k} x {n}, group size {result.group_size}, {result.dtype} x, {result.threads} threads"
+        shown = table_of(title, "M", "contender", "µs", "× dense", "GB/s", "GOP/s", "error")
+        before = 0
+        for row in result.rows:
+            if (row.k, row.n) != (k, n):
+                continue
+            shown.add_row(
+                "" if row.m == before else str(row.m),
+                f"{row.contender} ({row.kernel})" if row.kernel else row.contender,
+                f"{row.seconds * 1e6:.0f}",
+                f"{row.over_dense:.2f}",
+                f"{row.gbs:.1f}",
+                f"{row.gops:.0f}",
+                f"{row.error:.1e}" + ("" if row.right else " WRONG"),
+            )
+            before = row.m
+        for column in shown.columns[2:]:
+            column.justify = "right"
+        yield shown

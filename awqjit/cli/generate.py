@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from awqjit import jit
-from awqjit.errors import ArgumentError, FormatError
-from awqjit.integrations.transformers import from_pretrained, local_folder, require_transformers
+from awqjit.errors import ArgumentError
+from awqjit.integrations.transformers import from_pretrained, local_folder, read_tokenizer, require_transformers
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,8 @@ def load_tokenizer(folder_or_id: str) -> Any:
     Raises:
         FormatError: it has none that transformers can make.
     """
-    transformers = require_transformers("generating text")
-    folder = local_folder(folder_or_id)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise FormatError(f"{folder} has no tokenizer that transformers can use: {first}", "") from error
+    require_transformers("generating text")
+    return read_tokenizer(local_folder(folder_or_id))
 
 
 def encode(tokenizer: Any, prompt: str, raw: bool = False) -> dict[str, torch.Tensor]:

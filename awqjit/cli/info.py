@@ -20,7 +20,7 @@ from awqjit.spec import COMPUTE, Problem, act_bits_of
 from awqjit.weight import resolve_group_size
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
-PACKAGES = ("torch", "transformers", "safetensors", "numpy", "jinja2", "gguf", "typer", "rich")
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "jinja2", "gguf", "numba", "ziglang", "typer", "rich")
 
 
 def collect() -> dict[str, Any]:

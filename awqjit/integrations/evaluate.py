@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from awqjit import progress
-from awqjit.errors import ArgumentError, FormatError
+from awqjit.errors import ArgumentError
 from awqjit.integrations.calibration import encode, first_tokens
-from awqjit.integrations.transformers import from_pretrained, local_folder, require_transformers
+from awqjit.integrations.transformers import from_pretrained, local_folder, read_tokenizer
 from awqjit.modules import Int4Linear
 from awqjit.spec import act_bits_of
 
@@ -145,12 +145,7 @@ def evaluate(
 
 
 def _tokenizer(folder: str | os.PathLike[str]) -> Any:
-    path = local_folder(folder)
-    try:
-        return require_transformers().AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FormatError(f"{path} has no tokenizer that transformers can use: {first}", "") from error
+    return read_tokenizer(local_folder(folder))
 
 
 def _windows(ids: Tensor, first: Tensor, context: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from awqjit.checkpoint import Checkpoint
 from awqjit.errors import CheckpointMismatchError, FormatError
 from awqjit.integrations import gguf_file
-from awqjit.integrations.transformers import read_config, require_transformers, skeleton
+from awqjit.integrations.transformers import read_config, read_tokenizer, require_transformers, skeleton
 
 # Everything that belongs to the model and does not depend on its weights' form.
 _SIDE_FILES = (
@@ -54,11 +54,7 @@ class FloatSource:
         Raises:
             FormatError: there is none that transformers can make.
         """
-        try:
-            return self.load_tokenizer()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise FormatError(f"{self.path} has no tokenizer that transformers can use: {first}", "") from error
+        return self.load_tokenizer()
 
 
 def open_source(path: Path) -> FloatSource:
@@ -97,7 +93,7 @@ def _open_folder(folder: Path) -> FloatSource:
         config=checkpoint.config,
         model=skeleton(read_config(folder), torch.float32),
         write_side_files=write_side_files,
-        load_tokenizer=lambda: require_transformers().AutoTokenizer.from_pretrained(folder),
+        load_tokenizer=lambda: read_tokenizer(folder),
     )
 
 
@@ -119,7 +115,7 @@ def _open_gguf(path: Path) -> FloatSource:
         return tensor if bool(tensor.abs().max() > torch.finfo(torch.float16).max) else tensor.to(torch.float16)
 
     def load_tokenizer() -> Any:
-        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return read_tokenizer(path.parent, gguf_file=path.name)
 
     def write_side_files(target: Path) -> None:
         load_tokenizer().save_pretrained(target)

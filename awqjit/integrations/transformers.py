@@ -11,6 +11,8 @@ import copy
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,8 @@ DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.f
 
 # Written by old versions of the library; the values are computed from the config.
 _IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
+
+_LONGEST = 300  # characters of another library's message: some list every model type there is
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -70,19 +74,42 @@ def read_config(folder: str | os.PathLike[str], **options: Any) -> Any:
     Raises:
         FormatError: transformers does not know the model's type.
     """
-    try:
-        return require_transformers().AutoConfig.from_pretrained(os.fspath(folder), **options)
-    except (ValueError, KeyError) as error:
-        raise FormatError(f"transformers cannot read the config of {folder}: {error}", "") from error
+    library = require_transformers()
+    with _as_format_error(f"transformers cannot read the config of {folder}"):
+        return library.AutoConfig.from_pretrained(os.fspath(folder), trust_remote_code=False, **options)
+
+
+def read_tokenizer(folder: str | os.PathLike[str], **options: Any) -> Any:
+    """The tokenizer of a folder. Code that comes with a model is not run.
+
+    Raises:
+        FormatError: there is none that transformers can make.
+    """
+    library = require_transformers("reading a tokenizer")
+    with _as_format_error(f"{folder} has no tokenizer that transformers can use"):
+        return library.AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=False, **options)
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model that a config describes, every tensor on the meta device."""
+    """The causal language model that a config describes, every tensor on the meta device.
+
+    Raises:
+        FormatError: transformers has no such model, or the config's values make none.
+    """
+    library = require_transformers()
+    with _as_format_error("transformers makes no causal language model of this config"), torch.device("meta"):
+        return library.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+@contextmanager
+def _as_format_error(what: str) -> Iterator[None]:
+    """Say what failed where the library meets a damaged file: it then raises whatever its code happens to."""
     try:
-        with torch.device("meta"):
-            return require_transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        raise FormatError(f"transformers has no causal language model for this config: {error}", "") from error
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        kind = "" if isinstance(error, ValueError) and said else f"{type(error).__name__} "
+        raise FormatError(f"{what}: {kind}{said if len(said) <= _LONGEST else said[:_LONGEST] + ' ...'}", "") from error
 
 
 def _open(folder: Path) -> tuple[Checkpoint, dict[str, Any], formats.FormatConfig]:
@@ -151,7 +178,8 @@ def from_pretrained(
     _untie(model, plan.untied)
     model.config.quantization_config = _described_now(described, format.method, refused)
     if (folder / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        with _as_format_error(f"transformers cannot read {folder / 'generation_config.json'}"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = os.fspath(folder_or_id)
     _check_complete(model)
     return model.eval()

@@ -27,11 +27,18 @@ class _Awqjit(TorchPeer):
         # Eight k in a word, transposed twice: pack_columns puts neighbours of the last dimension together.
         q = torch.from_numpy(np.ascontiguousarray(pack_columns(np.ascontiguousarray(weights.q.T)).T))
         scales, zeros = torch.from_numpy(weights.scales).to(torch.float16), torch.from_numpy(weights.zeros)
-        words, packed_scales, packed_zeros, _ = torch.ops.awqjit.pack(q, scales, zeros, None, weights.group, weights.k)
-        return (words, packed_scales, packed_zeros, weights.k, weights.n, weights.group)
+        return self._pack((q, scales, zeros, weights.group, weights.k, weights.n))
+
+    def _pack(self, source: tuple[Any, ...]) -> Any:
+        q, scales, zeros, group, k, n = source
+        words, packed_scales, packed_zeros, _ = self.torch.ops.awqjit.pack(q, scales, zeros, None, group, k)
+        return (words, packed_scales, packed_zeros, k, n, group, source)
+
+    def clone(self, packed: Any) -> Any:
+        return self._pack(packed[-1])  # not tensor.clone(): where packed weights lie is a part of packing them
 
     def call(self, packed: Any, x: Any) -> Any:
-        words, scales, zeros, k, n, group = packed
+        words, scales, zeros, k, n, group, _ = packed
         return self.torch.ops.awqjit.int4_mm(x, words, scales, zeros, None, k, n, group, self.act_bits)
 
 
