@@ -23,7 +23,7 @@ from awqjit.errors import CompileError, KernelMissingError, NoCacheError, NoComp
 from awqjit.places import Place
 from awqjit.store import Request
 
-__all__ = ["Artifact", "Request", "bake", "discard", "fetch", "replace"]
+__all__ = ["Artifact", "Request", "bake", "discard", "fetch", "find", "replace"]
 
 logger = logging.getLogger("awqjit")
 
@@ -73,6 +73,20 @@ def fetch(request: Request) -> Artifact:
         store.note_use(found)
     seconds = time.perf_counter() - start if origin == "built" else 0.0
     return Artifact(found / store.LIBRARY, found, seconds, origin)
+
+
+def find(request: Request) -> Artifact | None:
+    """A kernel as it lies in a cache, whatever compiler built it; None if no place has it.
+
+    Starts, builds and writes nothing, and does not count as a use: for telling what :func:`fetch` would find.
+    """
+    trusted = [place for place in places.places() if place.trusted]
+    search = _Search(request, _Unusable(None))
+    for origin, baked in (("baked", True), ("cache", False)):
+        found = search.by_slug(place for place in trusted if place.baked is baked)
+        if found is not None:
+            return Artifact(found / store.LIBRARY, found, 0.0, origin)
+    return None
 
 
 def replace(request: Request, unusable: Artifact, reason: str) -> Artifact:

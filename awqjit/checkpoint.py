@@ -54,6 +54,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> the file of the same folder that holds it, as the shard index says."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and name == Path(name).name for name in weight_map.values()
+    ):
+        raise FormatError(f"{index} has no usable weight_map", "Fetch it again.")
+    return weight_map
+
+
 def _header(path: Path) -> dict[str, Any]:
     """The JSON header of a safetensors file: name -> {dtype, shape, data_offsets}."""
     try:
@@ -132,12 +142,9 @@ class Checkpoint:
             raise FormatError(f"{folder} is not a folder", "Give the folder of a transformers model.")
         config = read_json(folder / "config.json")
         index = folder / INDEX
-        if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(
-                isinstance(name, str) and name == Path(name).name for name in weight_map.values()
-            ):
-                raise FormatError(f"{index} has no usable weight_map", "Fetch it again.")
+        weight_map = _weight_map(index) if index.exists() else None
+        # An index that does not name the single file is left over from another model: transformers ignores it too.
+        if weight_map is not None and (SINGLE in weight_map.values() or not (folder / SINGLE).exists()):
             files = {name: folder / shard for name, shard in weight_map.items()}
             headers = {path: _header(path) for path in sorted(set(files.values()))}
             lost = [name for name, path in files.items() if name not in headers[path]]
@@ -245,14 +252,21 @@ class FolderWriter:
         return self.folder / f"part-{number:05d}.safetensors"
 
     def _flush(self) -> None:
-        _safetensors().torch.save_file(self._pending, str(self._part(len(self._shards))), metadata={"format": "pt"})
+        safetensors, path = _safetensors(), self._part(len(self._shards))
+        try:
+            safetensors.torch.save_file(self._pending, str(path), metadata={"format": "pt"})
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _unwritable(self.folder.parent, error) from error
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write one JSON file into the folder."""
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        (self.folder / name).write_text(text, encoding="utf-8")
+        try:
+            (self.folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(self.folder.parent, error) from error
 
     def finish(self) -> None:
         """Write the last shard, give the shards their final names and write the index."""
@@ -282,12 +296,16 @@ def new_folder(
         force: replace an existing model: a folder with a config.json and without folders in it.
 
     Raises:
-        ArgumentError: the destination exists and is not an empty folder, nor with ``force`` a model's.
+        ArgumentError: the destination exists and is not an empty folder, nor with ``force`` a model's; or nothing can
+            be written there.
     """
     destination = Path(os.path.abspath(destination))
     _check_free(destination, force)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
+    except OSError as error:
+        raise _unwritable(destination.parent, error) from error
     try:
         # mkdtemp makes folders that only their owner can read; the final one gets the usual permissions.
         umask = os.umask(0)
@@ -316,6 +334,12 @@ def new_folder(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _unwritable(folder: Path, error: Exception) -> ArgumentError:
+    reason = getattr(error, "strerror", None) or str(error)
+    got = f"a place in {folder}, where writing fails ({reason})"
+    return ArgumentError("destination", got, "one that can be written to and has space")
 
 
 def _check_free(destination: Path, force: bool) -> None:

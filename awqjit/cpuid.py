@@ -10,6 +10,7 @@ and volume 2, CPUID.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -32,9 +33,7 @@ class State:
 
 YMM = State("YMM", 0b110)  # XMM and the upper halves of YMM
 ZMM = State("opmask and ZMM", 0b1110_0110)
-TILES = State("tile", 0b11 << 17)
-# Linux switches tiles on for every process, but a process has to ask (arch_prctl, ARCH_REQ_XCOMP_PERM) before its
-# first use of them: whoever adds a row that needs amx_tile asks there, and refuses the row when the answer is no.
+TILES = State("tile", 0b11 << 17)  # and the process has to ask for them: see request_tiles
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,40 @@ def explain_features(leaves: Leaves, xcr0: int) -> dict[str, str]:
 def usable_features(leaves: Leaves, xcr0: int) -> frozenset[str]:
     """The features that can be used; arguments as for :func:`explain_features`."""
     return frozenset(name for name, reason in explain_features(leaves, xcr0).items() if not reason)
+
+
+_SYS_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h: permission for registers that are large
+_XTILEDATA = 18
+
+
+def _arch_prctl(code: int, argument: int) -> int:
+    """The system call: 0, or an errno."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.syscall(ctypes.c_long(_SYS_ARCH_PRCTL), ctypes.c_long(code), ctypes.c_long(argument))
+    return ctypes.get_errno() if failed else 0
+
+
+def request_tiles() -> str:
+    """Ask Linux to let this process use the tile registers: without, the first tile instruction ends it.
+
+    The permission is for all threads, now and later, and a forked child has it too. Asking twice does no harm.
+
+    Returns:
+        "" when granted, else why not.
+    """
+    if platform.system() != "Linux":
+        return f"no permission for tile registers can be asked for on {platform.system()}"
+    error = _arch_prctl(_ARCH_REQ_XCOMP_PERM, _XTILEDATA)
+    if not error:
+        return ""
+    why = {
+        errno.ENOSPC: "a thread of this process has an alternative signal stack that is too small for them",
+        errno.EINVAL: "it needs Linux 5.16 or newer",
+        errno.EOPNOTSUPP: "Linux does not support them on this CPU",
+        errno.EPERM: "something forbids the system call",
+    }.get(error, "an answer that arch_prctl is not known to give")
+    return f"Linux does not let this process use tile registers ({os.strerror(error)}: {why})"
 
 
 class UnreadableError(OSError):

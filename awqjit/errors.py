@@ -89,8 +89,8 @@ class NoCompilerError(AwqJitError, RuntimeError):
     def __str__(self) -> str:
         tried = "; ".join(self.args[0]) or "nothing to try"
         return (
-            f"no working C++ compiler ({tried}). Install g++ or clang++, or set AWQJIT_CXX to one, "
-            "or `pip install awqjit[zig]`"
+            f"no working C++ compiler ({tried}). Install g++ or clang++, or set AWQJIT_CXX to one, or "
+            "`pip install ziglang`; `pip install numba` computes without one, more slowly"
         )
 
 

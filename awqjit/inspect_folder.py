@@ -58,6 +58,7 @@ class LayerReport:
         scale_dtype: of the scales, such as "float16".
         bias: it has a bias.
         refused: why it cannot be read as int4, or None.
+        as_float: it cannot, and loading dequantizes it to a float layer instead of failing.
         notes: where its tensors contradict the config.
         mean: mean of q - z, or None if the layer was not read.
         centred: ``mean`` is within half a step of 0.
@@ -75,6 +76,7 @@ class LayerReport:
     scale_dtype: str
     bias: bool
     refused: str | None
+    as_float: bool
     notes: tuple[str, ...]
     mean: float | None
     centred: bool | None
@@ -182,6 +184,7 @@ def _layer(name: str, label: LayerFormat, parts: Mapping[str, str], checkpoint: 
         scale_dtype="" if weight is None else str(weight.scales.dtype).removeprefix("torch."),
         bias="bias" in parts,
         refused=refused,
+        as_float=refused is not None and refused == layer.refused and size is not None and layer.dequantizable,
         notes=tuple(notes),
         mean=mean,
         centred=None if mean is None else abs(mean) <= 0.5,

@@ -209,15 +209,17 @@ def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], .
     return Choice(problem, kernel, refusals, artifact.origin, artifact.seconds, time.perf_counter() - start)
 
 
-def _warn(text: str, reasons: list[tuple[str, str]]) -> None:
-    """Warn once per process and text, whatever the warning filters say about repetition.
-
-    Rows that share a reason, such as a missing compiler, are named together.
-    """
-    rows: dict[str, list[str]] = {}
+def grouped(reasons: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Rows and why they are passed over, as text; those that share a reason, such as a missing compiler, as one."""
+    rows: dict[str, dict[str, None]] = {}
     for name, reason in reasons:
-        rows.setdefault(reason, []).append(name)
-    detail = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in rows.items())
+        rows.setdefault(reason, {})[name] = None
+    return tuple(f"{', '.join(names)}: {reason}" for reason, names in rows.items())
+
+
+def _warn(text: str, reasons: list[tuple[str, str]]) -> None:
+    """Warn once per process and text, whatever the warning filters say about repetition."""
+    detail = "; ".join(grouped(reasons))
     with _memo.lock:
         if text in _memo.warned:
             return

@@ -92,7 +92,7 @@ def load(
     for target, shared in plan.ties.items():
         parent, last = _parent(model, target)
         setattr(parent, last, model.get_parameter(shared))
-    _warn(refused, notes, dtype)
+    _warn(refused, notes)
     return tuple(refused)
 
 
@@ -210,12 +210,12 @@ def _linear(weights: list[Tensor], bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _warn(refused: dict[str, str], notes: dict[str, list[str]], dtype: torch.dtype) -> None:
+def _warn(refused: dict[str, str], notes: dict[str, list[str]]) -> None:
     """One warning for all layers that run as float, one for all that are not stored as the config says."""
     if refused:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:5])
         warnings.warn(
-            f"{len(refused)} int4 layers run as dequantized {dtype} layers, because they cannot be packed ({reasons}"
+            f"{len(refused)} int4 layers run as dequantized float layers, because they cannot be packed ({reasons}"
             f"{'; ...' if len(refused) > 5 else ''})",
             AwqJitWarning,
             stacklevel=4,

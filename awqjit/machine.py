@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -127,11 +128,33 @@ def _features() -> tuple[dict[str, str], str]:
             reasons, source = hwcap.explain_features()
         else:
             reasons, source = cpuid.explain_features(*cpuid.read_registers()), "CPUID and XCR0"
-        return {name: reasons[name] for name in known}, source
+        return {name: reasons[name] for name in known} | _refused_tiles(reasons), source
     except cpuid.UnreadableError as error:
         _, flags = _cpuinfo()
         source = f"/proc/cpuinfo ({error})"
-        return {name: "" if name in flags else f"/proc/cpuinfo does not list it ({error})" for name in known}, source
+        reasons = {name: "" if name in flags else f"/proc/cpuinfo does not list it ({error})" for name in known}
+        return reasons | _refused_tiles(reasons), source
+
+
+_AMX = ("amx_tile", "amx_int8", "amx_bf16")
+
+
+def _refused_tiles(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Why the features that need tile registers cannot be used after all: this process may not use these."""
+    if reasons.get("amx_tile", cpuid.NOT_THERE):
+        return {}
+    refusal = cpuid.request_tiles()
+    return {name: reasons[name] or refusal for name in _AMX}
+
+
+def _after_fork_in_child() -> None:
+    # What was chosen before the fork stays chosen: the child asks for the registers itself.
+    if _features.cache_info().currsize and not _features()[0].get("amx_tile", cpuid.NOT_THERE):
+        cpuid.request_tiles()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _no_numba() -> str | None:

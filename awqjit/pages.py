@@ -27,7 +27,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         device: its device; memory of devices other than the CPU is left to torch.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < 2 * HUGE or device.type != "cpu" or not sys.platform.startswith("linux"):
+    if size < HUGE or device.type != "cpu" or not sys.platform.startswith("linux"):
         return torch.empty(shape, dtype=dtype, device=device)
     # Not torch.empty with an offset: whatever copies or saves a tensor does so with its whole storage.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar on stderr for everything that takes more than a second; silent where rich is not installed."""
+"""A progress bar on stderr for everything that takes more than a second; only on a terminal, and with rich."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def bar(description: str, total: int, enabled: bool = True) -> Iterator[Callable
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
         enabled = False
-    if not enabled:
+    console = Console(stderr=True) if enabled else None
+    if console is None or not console.is_terminal:  # a bar that cannot be wiped off would leave its lines in a log
         yield lambda: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda: progress.advance(task)

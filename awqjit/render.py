@@ -55,8 +55,8 @@ def _cut(m: int, most: int) -> set[int]:
 
 
 def _prefill_heights(tile: Tile) -> list[int]:
-    """Every height of a register tile, when more than decode_rows rows are cut into chunks and these into tiles."""
-    first = tile.decode_rows + 1  # beyond two chunks more, the pieces are sizes that have occurred before
+    """Every height of a register tile, when more rows than decode takes are cut into chunks and these into tiles."""
+    first = tile.decode_limit + 1  # beyond two chunks more, the pieces are sizes that have occurred before
     chunks = {chunk for m in range(first, first + 2 * tile.row_chunk) for chunk in _cut(m, tile.row_chunk)}
     return sorted({height for chunk in chunks for height in _cut(chunk, tile.rows)})
 
@@ -70,6 +70,9 @@ def render(spec: KernelSpec) -> str:
     last = k - (problem.groups - 1) * g
     rows = packed_rows(k, g)
     blocks = -(-n // BLOCK)
+    # Of a matrix tile of 16 rows: the words of a column it holds, and how many of them a group takes.
+    depth_words = min(16 // vocabulary.steps, padded // 8)
+    last_padded = rows - (problem.groups - 1) * padded
     return (
         _environment()
         .get_template("cpu/kernel.cpp.jinja")
@@ -83,6 +86,10 @@ def render(spec: KernelSpec) -> str:
             steps=vocabulary.steps,
             decode_chains=vocabulary.chains_for,
             narrow_words=vocabulary.narrow_words,
+            tiled=vocabulary.tiled,
+            depth_words=depth_words,
+            depths=-(-padded // 8 // depth_words),
+            last_depths=-(-last_padded // 8 // depth_words),
             tile=tile,
             prefill_heights=_prefill_heights(tile),
             k=k,
@@ -91,7 +98,7 @@ def render(spec: KernelSpec) -> str:
             group_size=g,
             last_group=last,
             group_padded=padded,
-            last_padded=rows - (problem.groups - 1) * padded,
+            last_padded=last_padded,
             packed_rows=rows,
             column_blocks=blocks,
             decode_job=max(1, min(_JOB_BYTES // (rows * BLOCK // 2), blocks // _MIN_JOBS)),

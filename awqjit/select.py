@@ -46,12 +46,12 @@ class Verdict:
 
 def _compiled(target: Target) -> Row:
     def accepts(problem: Problem, machine: Machine) -> str | None:
-        if problem.act_bits not in target.act_bits:
-            return f"computes {' and '.join(f'w4a{bits}' for bits in target.act_bits)} only"
         if refusal := _no_pool(machine):
             return refusal
         if target.machines and machine.architecture not in target.machines:
             return f"needs {target.machines[0]}, this is {machine.architecture}"
+        if problem.act_bits not in target.act_bits:
+            return f"computes {' and '.join(f'w4a{bits}' for bits in target.act_bits)} only"
         return _too_long(problem) or machine.missing(target.features) or machine.no_compiler
 
     return Row(target.name, "cpu", target, accepts)

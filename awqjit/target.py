@@ -13,15 +13,20 @@ from awqjit.errors import ArgumentError
 
 DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
+EVERY_ROWS = 1 << 30
+"""More rows than any x has: as ``Tile.split_rows`` it leaves the prefill path out of a kernel."""
+
 
 @dataclass(frozen=True)
 class Tile:
     """How a kernel is cut into register tiles.
 
     Attributes:
-        rows: rows of x one prefill tile holds in registers.
+        rows: rows of x one prefill tile holds in registers, 32 where these are matrix tiles.
         blocks: 16-column blocks one prefill tile holds in registers.
-        decode_rows: largest M that runs the decode path (weights split in registers, one pass).
+        decode_rows: rows of x that one pass over the weights takes, splitting them in registers (the decode path).
+        split_rows: largest M that runs in several such passes; 0 for one pass at most, EVERY_ROWS for any M. More rows
+            share unpacked weights (the prefill path).
         row_chunk: rows of x a prefill job keeps in cache while it walks over the groups.
         prefetch: bytes ahead of the weight stream that decode prefetches.
     """
@@ -31,21 +36,34 @@ class Tile:
     decode_rows: int = 8
     row_chunk: int = 128
     prefetch: int = 8192
+    split_rows: int = 0
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("rows", 1, 16),
+            ("rows", 1, 32),
             ("blocks", 1, 8),
             ("decode_rows", 1, 16),
             ("row_chunk", 1, 4096),
             ("prefetch", 0, 1 << 20),
+            ("split_rows", 0, EVERY_ROWS),
         ):
             if not low <= getattr(self, name) <= high:
                 raise ArgumentError(f"Tile.{name}", getattr(self, name), f"{low} to {high}")
 
     @property
     def slug(self) -> str:
-        return f"t{self.rows}x{self.blocks}d{self.decode_rows}c{self.row_chunk}p{self.prefetch}"
+        split = f"s{self.split_rows}" if self.split_rows else ""
+        return f"t{self.rows}x{self.blocks}d{self.decode_rows}c{self.row_chunk}p{self.prefetch}{split}"
+
+    @property
+    def decode_limit(self) -> int:
+        """Largest M that runs the decode path."""
+        return max(self.decode_rows, self.split_rows)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether some M runs the prefill path."""
+        return self.split_rows < EVERY_ROWS
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,7 @@ class Vocabulary:
         chains: independent accumulators that keep the dot product units busy, over all rows of a tile together
             (latency times instructions a cycle, over the registers of an accumulator).
         tile: register tiles that its accumulators and operands fit, whichever compiler builds them.
+        tiled: prefill multiplies matrix tiles (``templates/cpu/amx``); only decode is written over the vocabulary.
         narrow_words: words whose products may be added in its narrow sums before these have to be widened into
             accumulators; 0 where dot products go into accumulators at once.
     """
@@ -67,6 +86,7 @@ class Vocabulary:
     chains: int
     tile: Tile = Tile()
     narrow_words: int = 0
+    tiled: bool = False
 
     def chains_for(self, rows: int) -> int:
         """Accumulators each of ``rows`` rows gets: a power of two, so that unrolled words share them evenly."""
@@ -79,16 +99,24 @@ class Vocabulary:
 VOCABULARIES: dict[str, Vocabulary] = {
     vocabulary.name: vocabulary
     for vocabulary in (
-        Vocabulary("avx512_vnni", steps=2, chains=8),
-        Vocabulary("avx512_bf16", steps=4, chains=8),
-        Vocabulary("avx512_int16", steps=2, chains=1, narrow_words=4),
-        Vocabulary("avx512_fp32", steps=8, chains=8),
-        # 16 registers of 8 columns: 6 rows of 16 columns leave four for operands.
-        Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(rows=6, blocks=1, decode_rows=5, prefetch=4096)),
+        # Splitting a word costs these so little that unpacked weights save nothing, however many rows there are.
+        Vocabulary("avx512_vnni", steps=2, chains=8, tile=Tile(decode_rows=12, split_rows=EVERY_ROWS)),
+        Vocabulary("avx512_bf16", steps=4, chains=8, tile=Tile(decode_rows=16, split_rows=EVERY_ROWS)),
+        Vocabulary("avx512_int16", steps=2, chains=1, tile=Tile(split_rows=EVERY_ROWS), narrow_words=4),
+        Vocabulary("avx512_fp32", steps=8, chains=8, tile=Tile(decode_rows=16, split_rows=EVERY_ROWS)),
+        # Two tiles of 16 rows times two column blocks. A tile costs the same with one row as with 16.
+        Vocabulary("amx_int8", steps=2, chains=8, tile=Tile(rows=32), tiled=True),
+        Vocabulary("amx_bf16", steps=4, chains=8, tile=Tile(rows=32), tiled=True),
+        # 16 registers of 8 columns: 5 rows of 16 columns and the operands; unpacked ones take less room, for 6 rows.
+        Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(decode_rows=5, prefetch=4096, split_rows=EVERY_ROWS)),
         Vocabulary(
-            "avx2_int16", steps=2, chains=1, tile=Tile(rows=6, blocks=1, decode_rows=4, prefetch=4096), narrow_words=4
+            "avx2_int16",
+            steps=2,
+            chains=1,
+            tile=Tile(rows=6, blocks=1, decode_rows=4, prefetch=4096, split_rows=32),
+            narrow_words=4,
         ),
-        Vocabulary("avx2_fp32", steps=8, chains=2, tile=Tile(rows=6, blocks=1, decode_rows=4)),
+        Vocabulary("avx2_fp32", steps=8, chains=2, tile=Tile(rows=6, blocks=1, decode_rows=4, split_rows=8)),
         # 32 registers of 4 columns. clang keeps all x of a tile in registers: 6 rows of int8 are too many for it.
         # Splitting into fp32 takes most registers and most of the time: one row, one chain.
         Vocabulary("neon_dot", steps=2, chains=4, tile=Tile(rows=5, blocks=1, decode_rows=4)),
@@ -152,6 +180,13 @@ def _each(vocabulary: str, *act_bits: int) -> dict[tuple[int, str], str]:
 
 TARGETS: tuple[Target, ...] = (
     Target(
+        name="amx_int8",
+        features=_AVX512 | {"avx512_vnni", "amx_tile", "amx_int8"},
+        flags=(*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
+        vocabularies=_each("amx_int8", 8),
+        machines=_X86,
+    ),
+    Target(
         name="avx512_vnni",
         features=_AVX512 | {"avx512_vnni"},
         flags=(*_AVX512_FLAGS, "-mavx512vnni"),
@@ -170,6 +205,14 @@ TARGETS: tuple[Target, ...] = (
         features=_AVX512,
         flags=_AVX512_FLAGS,
         vocabularies=_each("avx512_int16", 8),
+        machines=_X86,
+    ),
+    Target(
+        name="amx_bf16",
+        features=_AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        flags=(*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        # fp16 and fp32 activations have more bits than a bf16 tile takes: they run on fp32 FMA.
+        vocabularies={**_each("avx512_fp32", 16), (16, "bf16"): "amx_bf16"},
         machines=_X86,
     ),
     Target(

@@ -306,8 +306,16 @@ def _first_working(tried: tuple[Candidate, ...]) -> Compiler | tuple[str, ...]:
         try:
             return _probe(candidate)
         except _ProbeError as error:
-            reasons.append(f"{candidate.origin}={shlex.join(candidate.argv)}: {error}")
+            reasons.append(f"{_described(candidate)}: {error}")
     return tuple(reasons)
+
+
+def _described(candidate: Candidate) -> str:
+    if candidate.origin in (config.CXX.name, "CXX"):
+        return f"{candidate.origin}={shlex.join(candidate.argv)}"
+    if candidate.argv == (candidate.origin,):
+        return candidate.origin
+    return f"{candidate.origin} ({shlex.join(candidate.argv)})"
 
 
 class _ProbeError(Exception):
@@ -329,7 +337,8 @@ def _probe(candidate: Candidate) -> Compiler:
                 f"{' '.join(refused)} would change which CPUs a kernel runs on, or its sums: leave it out"
             )
     if shutil.which(candidate.argv[0]) is None:
-        raise _ProbeError("not found, or not an executable file")
+        named = candidate.origin in (config.CXX.name, "CXX")
+        raise _ProbeError("not found, or not an executable file" if named else "not found")
     try:
         scratch = places.loadable_directory(places.places())
     except OSError as error:

@@ -202,7 +202,7 @@ def prune(
         ArgumentError: no limit is given, or the place cannot be written.
     """
     if max_bytes is None and older_than is None:
-        raise ArgumentError("limit", "none", "a largest size (--max-size), a largest age (--older-than) or both")
+        raise ArgumentError("--max-size, --older-than", "neither", "a largest size, a largest age or both")
     _require_writable(place)
     now = _clock(place.path)
     found = sorted(
@@ -239,7 +239,7 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     factor = _SIZES.get(found[2].upper()) if found else None
     if found is None or factor is None:
-        raise ArgumentError("size", repr(text), "a number with B, kB, MB, GB, KiB, MiB or GiB, for example 200MB")
+        raise ArgumentError("--max-size", repr(text), "a number with B, kB, MB, GB, KiB, MiB or GiB, for example 200MB")
     return int(float(found[1]) * factor)
 
 
@@ -251,7 +251,7 @@ def parse_age(text: str) -> float:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mhdw])\s*", text)
     if found is None:
-        raise ArgumentError("age", repr(text), "a number with m, h, d or w, for example 30d")
+        raise ArgumentError("--older-than", repr(text), "a number with m, h, d or w, for example 30d")
     return float(found[1]) * _AGES[found[2]]
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import setuptools  # noqa: F401  (before anything imports distutils, which torch.compile's back end would trip over)
 import torch
 from torch import nn
 

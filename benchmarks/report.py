@@ -84,6 +84,22 @@ def startup_table() -> str:
     return "\n".join([*lines, "", _machine(result)])
 
 
+def dispatch_table() -> str:
+    """What a call of the operator costs beyond the kernel."""
+    result = newest("dispatch")
+    lines = [
+        "| int4_mm at one row | " + " | ".join(f"K=N={shape.partition('x')[0]}" for shape in result["shapes"]) + " |"
+    ]
+    lines.append("|---" * (1 + len(result["shapes"])) + "|")
+    shapes = result["shapes"].values()
+    lines.append("| kernel alone, µs | " + " | ".join(f"{shape['kernel']:.1f}" for shape in shapes) + " |")
+    for name in next(iter(shapes))["beyond"]:
+        lines.append(
+            f"| on top of it: {name} | " + " | ".join(f"{shape['beyond'][name]:.1f}" for shape in shapes) + " |"
+        )
+    return "\n".join([*lines, "", _machine(result)])
+
+
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
@@ -160,6 +176,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": ratio_table,
     "speeds": speed_table,
     "startup": startup_table,
+    "dispatch": dispatch_table,
     "kernel_ratios": kernel_ratios,
     "kernel_times": kernel_times,
     "kernel_errors": kernel_errors,

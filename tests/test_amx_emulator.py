@@ -32,8 +32,8 @@ class Mutant:
 
 
 MUTANTS = {
-    "operands swapped": Mutant("decoder.c", "out->first = rm;\n    out->second = third;", "out->first = third;\n    out->second = rm;"),
-    "signs swapped": Mutant("decoder.c", "{AMX_TDPBUUD, AMX_TDPBUSD, AMX_TDPBSUD,", "{AMX_TDPBUUD, AMX_TDPBSUD, AMX_TDPBUSD,"),
+    "one operand twice": Mutant("decoder.c", "out->second = third;", "out->second = rm;"),
+    "signs swapped": Mutant("decoder.c", "AMX_TDPBUSD, AMX_TDPBSUD,", "AMX_TDPBSUD, AMX_TDPBUSD,"),
     "index not scaled": Mutant("execute.c", "<< one->shift : 0", ": 0"),
     "index register's high bit": Mutant("decoder.c", "| x << 3;", ";"),
     "base register's high bit": Mutant("decoder.c", "out->base = (sib & 7) | b << 3;", "out->base = (sib & 7);"),
@@ -44,10 +44,9 @@ MUTANTS = {
     "rows behind a load kept": Mutant("execute.c", "clear(thread);\n  thread->palette = 1;", "thread->palette = 1;"),
     "wide rows": Mutant("execute.c", "const size_t width = thread->row_bytes[t];", "const size_t width = 64;"),
     "correction forgotten": Mutant("arithmetic.c", "if (kind == AMX_TDPBSSD)\n    for", "if (0)\n    for"),
-    "columns not cut": Mutant("arithmetic.c", "_mm512_maskz_mov_epi32(valid, sum)", "sum"),
     "subnormals kept": Mutant("arithmetic.c", "0x1f80 | _MM_FLUSH_ZERO_ON | 0x0040", "0x1f80"),
-    "one chain": Mutant("arithmetic.c", "_mm512_add_ps(_mm512_load_ps(c->row[m]), _mm512_add_ps(even, odd))", "_mm512_add_ps(_mm512_add_ps(_mm512_load_ps(c->row[m]), even), odd)"),
-    "tiles shared by threads": Mutant("execute.c", 'static __thread struct thread_state *mine __attribute__((tls_model("initial-exec")));', "static struct thread_state *mine;"),
+    "one chain": Mutant("arithmetic.c", ", even);", ", odd);"),
+    "tiles shared by threads": Mutant("execute.c", "static __thread struct", "static struct"),
     "depth not checked": Mutant("execute.c", "if (thread->row_bytes[a] / 4 != depth)", "if (0)"),
     "half a shape accepted": Mutant("execute.c", "if (!widths[t] != !rows[t])", "if (0)"),
     "ninth tile accepted": Mutant("execute.c", "if (t >= 8 &&", "if (t >= 16 &&"),
@@ -56,7 +55,7 @@ MUTANTS = {
     "restart from the first row": Mutant("execute.c", "thread->start_row = (uint8_t)thread->touched_row;", ";"),
     "splits not seen": Mutant("execute.c", "& 63) + width > 64", "& 63) + width > 128"),
     "a configuration leaves tiles defined": Mutant("execute.c", "  thread->written = 0;\n", ""),
-    "flags changed": Mutant("traps.c", "for (;;) {\n    context->", "for (;;) {\n    context->uc_mcontext.gregs[REG_EFL] ^= 1;\n    context->"),
+    "flags": Mutant("traps.c", "if (stepping) note(context, address);", "context->uc_mcontext.gregs[REG_EFL] = 0;"),
 }  # fmt: skip
 
 

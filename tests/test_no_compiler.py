@@ -233,7 +233,7 @@ def test_without_zig_numba_computes_it_after_one_warning_that_says_what_to_insta
     (warning,) = found["warnings"]
     assert "with numba, slower" in warning
     assert "no working C++ compiler" in warning and "g++" in warning and "clang++" in warning
-    assert "pip install awqjit[zig]" in warning
+    assert "pip install ziglang" in warning
     assert list((tmp_path / "home").rglob("*.nb?")) == []  # what numba would store would be unpickled, that is, run
 
 
@@ -243,5 +243,5 @@ def test_with_neither_plain_torch_computes_it_after_one_warning_that_says_what_t
     (warning,) = found["warnings"]
     assert "slowly in plain torch" in warning
     assert "no working C++ compiler" in warning and "numba is not installed" in warning
-    assert "pip install awqjit[zig]" in warning
+    assert "pip install ziglang" in warning
     assert not found["numba"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers")
+pytest.importorskip("typer")
 
 from models import tensors, write_float
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import awqjit
 from awqjit import config
+from awqjit.checkpoint import Checkpoint
+from awqjit.cli import main
 from awqjit.errors import ArgumentError, AwqJitWarning
 from awqjit.integrations.calibration import Calibration
 from awqjit.integrations.quantize_folder import quantize_folder
+from awqjit.integrations.quantize_plan import Plan, make_plan
 
 GENERATOR = torch.Generator().manual_seed(6)
-TEXT = " ".join(f"w{int(i)}" for i in torch.randint(0, 128, (400,), generator=GENERATOR))
+CHARACTERS = [chr(code) for code in range(33, 127)]
+TEXT = "".join(CHARACTERS[i] for i in torch.randint(0, len(CHARACTERS), (400,), generator=GENERATOR).tolist())
 CALIBRATION = Calibration(TEXT, sequences=6, length=40, sample=120)
 IDS = torch.randint(0, 128, (2, 24), generator=GENERATOR)
 # One of each kind of block: gated and grouped-query, biased, with 1 + w norms and two masks, and with layer norms.
@@ -33,11 +40,16 @@ KINDS = ("llama", "qwen2", "gemma3_text", "phi")
 
 
 def write_source(folder: Path, family: str, **settings: Any) -> Path:
-    """A float folder with a tokenizer of words w0 .. w127."""
+    """A float folder with a tokenizer that takes every visible ASCII character for a token.
+
+    It is a byte-level one, so that the classes that the library has for some families read it as the generic one does.
+    """
     source = write_float(folder, family, **settings)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(source)
+    characters = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    PreTrainedTokenizerFast(tokenizer_object=characters).save_pretrained(source)
+    read = AutoTokenizer.from_pretrained(source)(TEXT, add_special_tokens=False)["input_ids"]
+    assert [CHARACTERS[i] for i in read] == list(TEXT)
     return source
 
 
@@ -208,6 +220,99 @@ def test_other_group_sizes_and_forms_are_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
         quantize_folder(sources["llama"], tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(("widths", "size"), [
+    ((64, 96), 32), ((64, 192), 64), ((256, 128), 128), ((256, 384), 128), ((64, 48), 16), ((64, 80), 16),
+])  # fmt: skip
+def test_the_automatic_group_size_is_the_largest_that_divides_every_layer(
+    tmp_path: Path, widths: tuple[int, int], size: int
+) -> None:
+    hidden, intermediate = widths
+    source = write_float(tmp_path / "float", hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1)
+    report = quantize_folder(source, tmp_path / "out", show_progress=False)
+    assert (report.group_size, report.plan.automatic) == (size, True)
+    assert len(report.quantized) == report.plan.layers == 7
+    assert report.kept.keys() == {report.plan.head} == {"lm_head"}
+    assert described(tmp_path / "out")["group_size"] == size
+    scales = tensors(tmp_path / "out")["model.layers.0.mlp.down_proj.scales"]
+    assert len(scales) == intermediate // size
+
+
+class TestPlan:
+    """A model of layers with 256 columns, and one with 40, which no group size on the list divides."""
+
+    @staticmethod
+    def model(**more: nn.Linear) -> nn.Module:
+        made = nn.Module()
+        made.one, made.narrow, made.two = nn.Linear(256, 64), nn.Linear(40, 64), nn.Linear(256, 64)
+        for name, layer in more.items():
+            setattr(made, name, layer)
+        made.get_output_embeddings = lambda: more.get("head")
+        return made
+
+    def test_layers_that_no_size_divides_do_not_count(self) -> None:
+        plan = make_plan(self.model(), None, "awq", ())
+        assert plan == Plan(128, True, ("one", "two"), {"narrow": "in_features 40 is not a multiple of 16"}, None)
+
+    def test_layers_that_stay_float_anyway_do_not_count(self) -> None:
+        odd = {"odd": nn.Linear(32, 63), "head": nn.Linear(32, 64), "left": nn.Linear(32, 64)}
+        plan = make_plan(self.model(**odd), None, "awq", ("left",))
+        assert plan.group_size == 128
+        assert plan.kept == {
+            "narrow": "in_features 40 is not a multiple of 16", "odd": "out_features 63 is not a multiple of 8",
+            "head": "the head is never quantized", "left": "skipped: left",
+        }  # fmt: skip
+        assert plan.head == "head" and plan.layers == 5
+
+    def test_a_size_that_was_asked_for_is_taken(self) -> None:
+        plan = make_plan(self.model(), 40, "awq", ())
+        assert (plan.group_size, plan.automatic, plan.quantized) == (40, False, ("narrow",))
+        assert plan.kept["one"].endswith("not a multiple of group size 40; --group-size 16, 32, 64, 128 would do")
+        assert make_plan(self.model(), -1, "gptq", ()).quantized == ("one", "narrow", "two")
+
+    @pytest.mark.parametrize(("size", "got"), [(None, "the automatic one"), (48, "48")])
+    def test_a_model_without_a_layer_that_fits_is_refused(self, size: int | None, got: str) -> None:
+        with pytest.raises(ArgumentError, match=rf"group_size: got {got}, wanted one that suits.*one: skipped"):
+            make_plan(self.model(), size, "awq", ("one", "two"))
+
+
+@pytest.mark.parametrize(("size", "shown"), [
+    ([], ["group size 32 (the largest of", "float: lm_head (the head is never quantized)"]),
+    (["--group-size", "64"], ["float: model.layers.0.mlp.down_proj and 1 more (in_features 96", "float: lm_head"]),
+])  # fmt: skip
+def test_the_command_says_what_stays_float_before_it_reads_a_weight(
+    sources: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    size: list[str],
+    shown: list[str],
+) -> None:
+    said: list[str] = []
+    read = Checkpoint.read
+
+    def noting(self: Checkpoint, *names: str, **options: Any) -> dict[str, torch.Tensor]:
+        said.append(capsys.readouterr().out)
+        return read(self, *names, **options)
+
+    monkeypatch.setattr(Checkpoint, "read", noting)
+    assert main(["quantize", str(sources["llama"]), str(tmp_path / "out"), "--method", "clip", *size]) == 0
+    before, after = said[0].splitlines(), capsys.readouterr().out
+    assert not any(said[1:])
+    for start in shown:
+        assert any(line.startswith(start) for line in before), (start, before)
+    assert f"{12 if size else 14} of 14 layers quantized at group size {64 if size else 32}: " in after
+    assert "float:" not in after
+
+
+def test_a_destination_that_holds_the_source_is_refused(tmp_path: Path) -> None:
+    source = write_float(tmp_path / "models/float")
+    with pytest.raises(ArgumentError, match=r"the destination is the source$"):
+        quantize_folder(source, source, force=True)
+    with pytest.raises(ArgumentError, match=rf"the source {re.escape(str(source))} is in it$"):
+        quantize_folder(source, tmp_path / "models", force=True)
+    assert (source / "model.safetensors").is_file()
 
 
 def test_a_type_of_model_that_is_not_known_is_rounded_by_its_weights_alone_with_one_warning(

@@ -65,8 +65,8 @@ def test_the_table_is_ordered_best_first_with_the_reference_last() -> None:
         bits: [row.name for row in select.ROWS if row.target is None or bits in row.target.act_bits] for bits in (8, 16)
     }
     x86, others = [row.name for row in TARGETS if row.machines[:1] == ("x86_64",)], ["portable", "numba", "torch"]
-    assert [name for name in of_mode[8] if name in x86] == ["avx512_vnni", "avx_vnni", "avx512bw", "avx2"]
-    assert [name for name in of_mode[16] if name in x86] == ["avx512_bf16", "avx512", "avx2"]
+    assert [name for name in of_mode[8] if name in x86] == ["amx_int8", "avx512_vnni", "avx_vnni", "avx512bw", "avx2"]
+    assert [name for name in of_mode[16] if name in x86] == ["amx_bf16", "avx512_bf16", "avx512", "avx2"]
     assert of_mode[8][-3:] == of_mode[16][-3:] == others
     assert len(set(names)) == len(names)
     assert [row.target for row in select.ROWS if row.target is not None] == list(TARGETS)
@@ -97,8 +97,10 @@ def test_at_most_one_row_is_chosen_it_is_the_first_that_accepts_and_every_other_
 @pytest.mark.parametrize(
     ("problem", "here", "wanted"),
     [
-        (W4A16, BEST, "avx512_bf16"),
-        (W4A8, BEST, "avx512_vnni"),
+        (W4A16, BEST, "amx_bf16"),
+        (W4A8, BEST, "amx_int8"),
+        (W4A16, dataclasses.replace(BEST, features=ALL_FEATURES - {"amx_bf16"}), "avx512_bf16"),
+        (W4A8, dataclasses.replace(BEST, features=ALL_FEATURES - {"amx_tile"}), "avx512_vnni"),
         (W4A16, NONE, "portable"),
         (W4A8, NONE, "portable"),
         (W4A16, ARM, "portable"),
@@ -157,13 +159,13 @@ def test_a_refusal_says_why(problem: Problem, here: Machine, row: str, reason: s
 def test_a_w4a8_group_too_long_for_int32_is_left_to_the_reference() -> None:
     long = dataclasses.replace(W4A8, k=MAX_W4A8_GROUP + 1, group_size=MAX_W4A8_GROUP + 1)
     assert select.choose(long, BEST).name == "torch"
-    assert select.choose(dataclasses.replace(long, group_size=MAX_W4A8_GROUP), BEST).name == "avx512_vnni"
-    assert select.choose(dataclasses.replace(long, act_bits=16), BEST).name == "avx512_bf16"
+    assert select.choose(dataclasses.replace(long, group_size=MAX_W4A8_GROUP), BEST).name == "amx_int8"
+    assert select.choose(dataclasses.replace(long, act_bits=16), BEST).name == "amx_bf16"
 
 
 def test_a_forced_row_that_does_not_exist_lists_those_that_do() -> None:
     rows = ", ".join(row.name for row in select.ROWS)
-    assert rows.startswith("avx512_vnni, ")
+    assert rows.startswith("amx_int8, ")
     with pytest.raises(KernelRefusedError, match=f"no such row; rows: {rows}"):
         select.choose(W4A16, BEST, forced="amx_int9")
 
@@ -207,7 +209,7 @@ def test_max_isa_hides_every_feature_above_its_level(level: str) -> None:
         ("avx512", "avx_vnni", "avx512"),
         ("avx512_vnni", "avx512_vnni", "avx512"),
         ("avx512_bf16", "avx512_vnni", "avx512_bf16"),
-        ("amx", "avx512_vnni", "avx512_bf16"),
+        ("amx", "amx_int8", "amx_bf16"),
     ],
 )
 def test_a_machine_capped_at_a_level_takes_the_best_rows_of_that_level(

@@ -144,7 +144,7 @@ def test_no_compiler_at_all_lists_every_name_tried(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NoCompilerError) as caught:
         toolchain.find_compiler()
-    assert [reason.partition("=")[0] for reason in caught.value.args[0]] == ["g++", "clang++"]
+    assert caught.value.args[0] == ("g++: not found", "clang++: not found")
 
 
 @needs_compiler

@@ -37,7 +37,7 @@ def kernels(model: Any) -> dict[str, list[Any]]:
         method = getattr(module, "quant_method", None)
         # The kernel hangs on the method, on a method within it, or on the layer's scheme: the formats differ.
         places = (method, getattr(method, "scheme", None), getattr(module, "scheme", None))
-        for holder in (*places, *(getattr(place, "inner_method", None) for place in places)):
+        for holder in (*places, *(getattr(place, "linear_method", None) for place in places)):
             kernel = getattr(holder, "kernel", None)
             if isinstance(kernel, MPLinearKernel):
                 problem = getattr(kernel, "problem", None)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,8 +23,10 @@ from awqjit.cli.common import (
     Form,
     JsonOption,
     Method,
+    plain_warnings,
     print_json,
     table_of,
+    wrapped,
 )
 from awqjit.spec import Problem
 from awqjit.version import __version__
@@ -44,16 +48,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    context.with_resource(plain_warnings())
 
 
 @app.command()
 def demo(
-    model: Annotated[str | None, typer.Option(help="AWQ or GPTQ folder to use instead of SmolLM2-135M.")] = None,
+    model: Annotated[str | None, typer.Option(help="int4 folder or hub id to use instead of SmolLM2-135M.")] = None,
     compute: ComputeOption = Compute.w4a16,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,9 +69,9 @@ def demo(
     if as_json:
         print_json(result.to_dict())
     else:
-        Console().print(result.table())
-        for note in result.notes:
-            print(note)
+        Console(width=min(80, Console().width)).print(result.table())
+        for note in (*result.passed_over, *result.notes):
+            print(wrapped(note))
     if not result.right:
         print("The answer does not contain 'Paris': something is wrong with these kernels.", flush=True)
         raise typer.Exit(1)
@@ -101,14 +106,17 @@ def quantize(
     source: Annotated[Path, typer.Argument(help="Float transformers folder (safetensors), or a GGUF file.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
     group_size: Annotated[
-        int,
-        typer.Option(help="Weights that share a scale: 32, 64, 128, or -1 for a column; not all readers take others."),
-    ] = 128,
+        int | None,
+        typer.Option(
+            help="Weights that share a scale: 32, 64, 128, or -1 for a column; not all readers take others "
+            "(default: the largest of 128, 64, 32, 16 that divides every layer)."
+        ),
+    ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Every zero point is 8.")] = False,
     method: Annotated[
         Method, typer.Option(help="awq: calibrate on a text; clip: look at the weights alone; round: no search.")
     ] = Method.awq,
-    format: Annotated[Form | None, typer.Option(help="Form to write [default: awq; gptq with --symmetric].")] = None,
+    format: Annotated[Form | None, typer.Option(help="Form to write (default: awq; gptq with --symmetric).")] = None,
     text: Annotated[Path | None, typer.Option(help="Calibration text instead of the one that comes along.")] = None,
     skip: Annotated[
         list[str] | None, typer.Option(help="Leave these layers float: names, or parts between dots. Repeatable.")
@@ -117,7 +125,7 @@ def quantize(
     force: Annotated[bool, typer.Option("--force", help="Replace what is at the destination.")] = False,
 ) -> None:
     """Write an int4 folder, in the AWQ or GPTQ form, from a float model."""
-    from awqjit.cli.quantize import lines, run
+    from awqjit.cli.quantize import lines, plan_lines, run
 
     report = run(
         source,
@@ -130,6 +138,7 @@ def quantize(
         skip=tuple(skip or ()),
         shard_bytes=shard_size << 20,
         force=force,
+        announce=lambda plan: print("\n".join(plan_lines(plan)), flush=True),
     )
     for line in lines(report):
         print(line)
@@ -171,9 +180,9 @@ def info(as_json: JsonOption = False) -> None:
 @app.command()
 def bench(
     shapes: Annotated[
-        list[str] | None, typer.Argument(metavar="KxN", help="Layers, for example 4096x11008 [default: 4096x4096].")
+        list[str] | None, typer.Argument(metavar="KxN", help="Layers, for example 4096x11008 (default: 4096x4096).")
     ] = None,
-    m: Annotated[list[int] | None, typer.Option(min=1, help="Rows of x [default: 1, 16, 256]. Repeatable.")] = None,
+    m: Annotated[list[int] | None, typer.Option(min=1, help="Rows of x (default: 1, 16, 256). Repeatable.")] = None,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale; -1 for K.")] = 128,
     dtype: DtypeOption = Dtype.bfloat16,
     seconds: Annotated[float, typer.Option(min=0, help="Of calls, for each contender, layer and M.")] = 0.5,
@@ -201,7 +210,7 @@ def bench(
 @app.command()
 def explain(
     what: Annotated[
-        list[str], typer.Argument(metavar="K N | FOLDER", help="A layer's in and out features, or a model.")
+        list[str], typer.Argument(metavar="K N | KxN | FOLDER", help="A layer's in and out features, or a model.")
     ],
     group_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale (128); -1 for K. Not for a folder.")
@@ -215,6 +224,8 @@ def explain(
     """Show which kernel a layer gets, and for every other one why not."""
     from awqjit.cli.info import explain_problems, folder_problems, shape_problem
 
+    if len(what) == 1 and re.fullmatch(r"\d+[xX]\d+", what[0]):
+        what = what[0].lower().split("x")
     if len(what) == 1 and what[0].isdecimal():
         raise typer.BadParameter(f"{what[0]} is only K: give K and N, or a folder")
     if len(what) == 1 and (group_size is not None or symmetric or bias):
@@ -231,9 +242,12 @@ def explain(
     if as_json:
         print_json(rows)
         return
+    alike: dict[str, list[str]] = {}
     for row in rows:
-        table = table_of(row["problem"], "kernel", "chosen", "reason")
-        for verdict in row["rows"]:
+        alike.setdefault(json.dumps(row["rows"]), []).append(row["problem"])
+    for verdicts, slugs in alike.items():
+        table = table_of("\n".join(slugs), "kernel", "chosen", "reason")
+        for verdict in json.loads(verdicts):
             table.add_row(verdict["kernel"], "yes" if verdict["chosen"] else "", escape(verdict["reason"]))
         Console().print(table)
 
@@ -245,26 +259,27 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what an int4 folder holds, whether its numbers fit its labels, and which kernels it gets here."""
-    from awqjit.cli.info import here
     from awqjit.cli.inspect import lines, to_dict
     from awqjit.inspect_folder import inspect_folder
+    from awqjit.machine import detect
 
     report = inspect_folder(folder, show_progress=not as_json)
     if as_json:
-        print_json(to_dict(report, here(), dtype.value))
+        print_json(to_dict(report, detect(), dtype.value))
     else:
-        for line in lines(report, here(), dtype.value):
+        for line in lines(report, detect(), dtype.value):
             print(line)
 
 
 @app.command()
 def warm(folder: Folder, compute: ComputeOption = Compute.w4a16, dtype: DtypeOption = Dtype.bfloat16) -> None:
     """Compile all kernels of a model into the cache."""
-    from awqjit import jit
+    from awqjit import config, jit
     from awqjit.cli.info import folder_problems
 
     table = table_of("kernels", "problem", "kernel", "from", "compiled in", "ready in")
-    for choice in jit.warm(folder_problems(folder, compute.value, dtype.value)):
+    done = jit.warm(folder_problems(folder, compute.value, dtype.value))
+    for choice in done:
         table.add_row(
             choice.problem.slug,
             choice.kernel.name,
@@ -273,3 +288,7 @@ def warm(folder: Folder, compute: ComputeOption = Compute.w4a16, dtype: DtypeOpt
             f"{choice.seconds:.3f} s",
         )
     Console().print(table)
+    compiled = sum(choice.kernel.name not in jit.WITHOUT_COMPILER for choice in done)
+    print(f"{compiled} of {len(done)} kernels compiled")
+    if done and not compiled and config.KERNEL.read() is None:  # a row asked for by name is what was wanted
+        raise typer.Exit(1)

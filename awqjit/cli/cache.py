@@ -182,9 +182,9 @@ def bake(
         list[str], typer.Argument(metavar="FOLDER...", help="Models whose kernels go in: folders or hub ids.")
     ],
     dtype: Annotated[
-        list[Dtype] | None, typer.Option(help="Of activations; may be repeated. [default: bfloat16]")
+        list[Dtype] | None, typer.Option(help="Of activations; may be repeated (default: bfloat16).")
     ] = None,
-    compute: Annotated[list[Compute] | None, typer.Option(help="May be repeated. [default: w4a16]")] = None,
+    compute: Annotated[list[Compute] | None, typer.Option(help="May be repeated (default: w4a16).")] = None,
     max_isa: Annotated[
         list[str] | None,
         typer.Option(help="For CPUs of this level (see `awqjit info`), not for this one; may be repeated."),

@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 import json
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.table import Table
+
+from awqjit.errors import AwqJitWarning
 
 
 class Compute(str, Enum):
@@ -42,7 +49,9 @@ class Form(str, Enum):
     gptq = "gptq"
 
 
-Folder = Annotated[str, typer.Argument(help="Folder of an AWQ or GPTQ model, or its id on the Hugging Face hub.")]
+Folder = Annotated[
+    str, typer.Argument(help="Folder of an AWQ, GPTQ, AutoRound or pack-quantized model, or its hub id.")
+]
 ComputeOption = Annotated[Compute, typer.Option(help="w4a16: activations as they are; w4a8: rounded to int8.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of activations and float layers; auto: the model's own.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -57,6 +66,36 @@ def table_of(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def wrapped(line: str) -> str:
+    """A line of at most 80 columns, continued under its text; names and paths are not broken."""
+    return textwrap.fill(line, 80, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Show this package's warnings as text for the length of a command, without the line of source they come from."""
+    before = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, AwqJitWarning):
+            print(wrapped(f"warning: {message}"), file=file or sys.stderr, flush=True)
+        else:
+            before(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def size(count: float) -> str:

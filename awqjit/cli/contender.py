@@ -8,19 +8,23 @@ QUESTION, if given, goes to stdout as it comes, the figures go to the file RESUL
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from awqjit import config, jit
+from awqjit import config, jit, select
+from awqjit.cli.common import plain_warnings
 from awqjit.cli.generate import encode, greedy, load_tokenizer, stream
+from awqjit.cli.kernels import no_compiler
 from awqjit.errors import AwqJitError
 from awqjit.integrations.transformers import from_pretrained, read_config, require_transformers, skeleton
 from awqjit.modules import Int4Linear
@@ -30,28 +34,62 @@ DECODE_TOKENS = 32
 ANSWER_TOKENS = 48
 FIRST_DECODE_TOKENS = 4  # of a first run, which tells how many the next ones can take
 MAX_SECONDS = 4.0  # of each further decode run: fewer tokens on a slow machine
+WATCH_SECONDS = 0.02  # between two looks at the memory; a look takes some 0.05 ms
 ROUNDS = 2  # the best of them is reported: the first also fills caches
 
 
-def resident_bytes() -> int:
-    """Memory this process has in RAM now; where /proc is missing its peak so far, which after imports is close."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return peak_bytes()
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def own_bytes() -> int | None:
+    """Memory of this process's own in RAM; pages of mapped files, which the system can drop, do not count.
 
-
-def peak_bytes() -> int:
-    """The most memory this process has had in RAM."""
+    None where /proc/self/status does not tell.
+    """
     try:
-        # Not ru_maxrss: that starts with the peak of the process that started this one.
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
     except (OSError, IndexError):
-        pass
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return None
+
+
+class Peak:
+    """The most memory since the start of a block.
+
+    Attributes:
+        bytes: the peak, less what was there at the start.
+        counts: what was counted, for a table.
+    """
+
+    def __init__(self, counts: str) -> None:
+        self.bytes = 0
+        self.counts = counts
+
+
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """Watch this process's memory for a block. Where own memory is not told, the peak of all of it, files included."""
+    before = own_bytes()
+    if before is None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        peak = Peak("with mapped files")
+        yield peak
+        peak.bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - most
+        return
+    peak, done = Peak("without mapped files"), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(WATCH_SECONDS):
+            look()
+
+    def look() -> None:
+        peak.bytes = max(peak.bytes, (own_bytes() or 0) - before)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watcher.join()
+        look()
 
 
 def to_dense(model: nn.Module, dtype: torch.dtype) -> None:
@@ -77,10 +115,11 @@ def kernels(model: nn.Module, choices: tuple[jit.Choice, ...]) -> list[dict[str,
             counts[layer.problem(dtype)] = counts.get(layer.problem(dtype), 0) + 1
     loaded = {choice.problem: choice.seconds for choice in _choose_again(choices)}
     compiled: dict[Any, float] = {}
-    if config.JIT.read() and all(choice.kernel.name not in jit.WITHOUT_COMPILER for choice in choices):
+    if no_compiler() is None and all(choice.kernel.name not in jit.WITHOUT_COMPILER for choice in choices):
         with tempfile.TemporaryDirectory() as empty, config.override(cache_dir=empty, cache_path=None):
             compiled = {choice.problem: choice.compile_seconds for choice in _choose_again(choices)}
         _choose_again(choices)
+    rows = {row.name: row for row in select.ROWS}
     return [
         {
             "in_features": choice.problem.k,
@@ -88,7 +127,11 @@ def kernels(model: nn.Module, choices: tuple[jit.Choice, ...]) -> list[dict[str,
             "group_size": choice.problem.group_size,
             "layers": counts[choice.problem],
             "kernel": choice.kernel.name,
-            "passed_over": [f"{row}: {reason}" for row, reason in choice.refusals],
+            "passed_over": [
+                {"kernel": name, "reason": reason}
+                for name, reason in choice.refusals
+                if (target := rows[name].target) is None or choice.problem.act_bits in target.act_bits
+            ],
             "compile_seconds": compiled.get(choice.problem),
             "load_seconds": loaded[choice.problem],
         }
@@ -144,22 +187,25 @@ def run(folder: str, kind: str, compute: str, question: str | None) -> dict[str,
     transformers.utils.logging.disable_progress_bar()
     tokenizer = load_tokenizer(folder)
     skeleton(read_config(folder), torch.bfloat16)  # imports the model's own code
-    before = resident_bytes()
-    start = time.perf_counter()
-    model = from_pretrained(folder, dtype=torch.bfloat16, compute=compute, progress=question is not None)
-    if kind == "dense":
-        to_dense(model, torch.bfloat16)
-    load_seconds = time.perf_counter() - start
-    choices = jit.warm(model, show_progress=question is not None)
-    found: dict[str, Any] = {"load_seconds": load_seconds}
-    if question is not None:
-        answer = stream(
-            model, tokenizer, question, max_new_tokens=ANSWER_TOKENS, write=lambda text: print(text, end="", flush=True)
-        )
-        print(flush=True)
-        found["answer"] = answer.text
-    found |= measure(model, tokenizer, question or "Say something about the weather, the sea and the mountains.")
-    found["peak_bytes"] = peak_bytes() - before
+    with peak_memory() as peak:
+        start = time.perf_counter()
+        model = from_pretrained(folder, dtype=torch.bfloat16, compute=compute, progress=question is not None)
+        if kind == "dense":
+            to_dense(model, torch.bfloat16)
+        found: dict[str, Any] = {"load_seconds": time.perf_counter() - start}
+        choices = jit.warm(model, show_progress=question is not None)
+        if question is not None:
+            answer = stream(
+                model,
+                tokenizer,
+                question,
+                max_new_tokens=ANSWER_TOKENS,
+                write=lambda text: print(text, end="", flush=True),
+            )
+            print(flush=True)
+            found["answer"] = answer.text
+        found |= measure(model, tokenizer, question or "Say something about the weather, the sea and the mountains.")
+    found |= {"peak_bytes": peak.bytes, "peak_counts": peak.counts}
     if kind == "int4":
         found["kernels"] = kernels(model, choices)
     return found
@@ -168,7 +214,8 @@ def run(folder: str, kind: str, compute: str, question: str | None) -> dict[str,
 if __name__ == "__main__":
     folder, kind, compute, result, *question = sys.argv[1:]
     try:
-        found = run(folder, kind, compute, question[0] if question else None)
+        with plain_warnings():
+            found = run(folder, kind, compute, question[0] if question else None)
     except AwqJitError as error:
         found = {"error": str(error)}
     Path(result).write_text(json.dumps(found), encoding="utf-8")

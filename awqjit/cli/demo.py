@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from awqjit import jit
 from awqjit.cli.demo_weights import prepare
 from awqjit.errors import AwqJitError
 from awqjit.integrations.transformers import local_folder
@@ -62,8 +64,13 @@ class Result:
         """Lines that belong below the table."""
         threads = f"Eager mode, {torch.get_num_threads()} threads, batch 1; lm_head is float in both columns."
         twice = "These weights were quantized twice: Q4_1 -> float -> AWQ. A model's own AWQ folder answers better."
-        mode = "Prefill in w4a16 runs plain torch's bf16 instructions, after unpacking; --compute w4a8 is made for it."
-        return (threads, *((mode,) if self.compute == "w4a16" else ()), *((twice,) if self.own_weights else ()))
+        return (threads, *((twice,) if self.own_weights else ()))
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Rows that come before those that ran, and why they did not; not those of the other compute mode."""
+        reasons = [(one["kernel"], one["reason"]) for row in self.int4["kernels"] for one in row["passed_over"]]
+        return tuple(f"Not used: {line}." for line in jit.grouped(reasons))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -80,26 +87,29 @@ class Result:
     def table(self) -> Table:
         """The one table."""
         table = Table(title=f"{self.folder}, bf16 activations", title_justify="left")
-        for column in ("", f"awqjit int4 {self.compute}", "plain torch, dequantized to bf16"):
+        for column in ("", f"awqjit int4 {self.compute}", "plain torch, bf16"):
             table.add_column(column, overflow="fold")
         for row in self.int4["kernels"]:
-            shape = f"{row['layers']} layers {row['in_features']} x {row['out_features']}, group {row['group_size']}"
-            table.add_row(shape, escape(_kernel(row)), "torch.nn.Linear")
+            shape = f"{row['layers']} x {row['in_features']} -> {row['out_features']}, g {row['group_size']}"
+            table.add_row(shape, escape(_kernel(row)), "nn.Linear")
         table.add_section()
         for name, key, scale, unit in (
             ("prefill", "prefill_tokens_per_second", 1, "tokens/s"),
             ("decode", "decode_tokens_per_second", 1, "tokens/s"),
-            ("peak memory, less imports", "peak_bytes", 1e6, "MB"),
-            ("load", "load_seconds", 1, "s"),
+            (f"peak memory\n{self.int4['peak_counts']}", "peak_bytes", 1e6, "MB"),
         ):
             table.add_row(name, *(f"{side[key] / scale:.1f} {unit}" for side in (self.int4, self.dense)))
+        # Without the other side's: that one reads int4 weights and dequantizes them, which nobody else does.
+        table.add_row("load", f"{self.int4['load_seconds']:.1f} s", "")
         return table
 
 
 def _kernel(row: dict[str, Any]) -> str:
-    why = f"; passed over {'; '.join(row['passed_over'])}" if row["passed_over"] else "; the first row"
-    compiled = "not compiled" if row["compile_seconds"] is None else f"compiles in {row['compile_seconds']:.2f} s"
-    return f"{row['kernel']} ({compiled}, from the cache in {row['load_seconds'] * 1e3:.1f} ms{why})"
+    """The kernel's name, and how long it took to be there: nothing to tell of the rows that are not compiled."""
+    if row["kernel"] in jit.WITHOUT_COMPILER:
+        return str(row["kernel"])
+    compiled = "" if row["compile_seconds"] is None else f"compile {row['compile_seconds']:.2f} s, "
+    return f"{row['kernel']}\n{compiled}load {row['load_seconds'] * 1e3:.1f} ms"
 
 
 def run(model: str | None, compute: str, quiet: bool = False) -> Result:
@@ -118,7 +128,8 @@ def run(model: str | None, compute: str, quiet: bool = False) -> Result:
     if not quiet:
         Console().print(f"[bold]{QUESTION}[/bold]")
     int4 = _contend(folder, "int4", compute, quiet, QUESTION)
-    with Console(stderr=True).status("the same weights in plain torch ..."):
+    console = Console(stderr=True)
+    with console.status("the same weights in plain torch ...") if console.is_terminal else nullcontext():
         dense = _contend(folder, "dense", compute, quiet)
     return Result(folder, compute, int4, dense, own_weights=model is None)
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import itertools
 import os
 import platform
 import shlex
@@ -13,8 +15,9 @@ from typing import Any
 
 import torch
 
-from awqjit import config, jit, machine, places, select, slots, toolchain, upkeep
-from awqjit.errors import ArgumentError, ConfigError, NoCompilerError
+from awqjit import cache, config, jit, machine, places, select, slots, toolchain, upkeep
+from awqjit.cli import kernels
+from awqjit.errors import ArgumentError, ConfigError
 from awqjit.ops import dispatcher
 from awqjit.spec import COMPUTE, Problem, act_bits_of
 from awqjit.weight import resolve_group_size
@@ -38,14 +41,20 @@ def collect() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What :func:`collect` gave, one line for each value: "section: key" and text."""
+    """What :func:`collect` gave as lines, "section: key" and text; neighbours with the same text share one."""
     for section, values in found.items():
         for row in values if isinstance(values, list) else [values]:
             for key, value in row.items():
                 if isinstance(value, dict):
-                    yield from ((f"{section}: {key}: {part}", str(text)) for part, text in value.items())
-                else:
-                    yield f"{section}: {key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+                    yield from ((f"{section}: {key}: {parts}", text) for parts, text in _merged(value))
+            plain = {key: value for key, value in row.items() if not isinstance(value, dict)}
+            yield from ((f"{section}: {keys}", text) for keys, text in _merged(plain))
+
+
+def _merged(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    texts = ((key, ", ".join(map(str, v)) if isinstance(v, list) else str(v)) for key, v in values.items())
+    for text, group in itertools.groupby(texts, key=lambda pair: pair[1]):
+        yield ", ".join(key for key, _ in group), text
 
 
 def _versions() -> dict[str, str]:
@@ -68,15 +77,15 @@ def _cpu() -> dict[str, Any]:
         "name": here.cpu,
         "architecture": here.architecture,
         "features": sorted(here.features),
-        "capped at": here.max_isa or "no cap",
+        **({"capped at": here.max_isa} if here.max_isa else {}),
         "levels": {name: here.missing(features) or "on" for name, features in machine.levels_of(here.architecture)},
     }
 
 
 def _rows() -> dict[str, str]:
-    """For each row of the selection table "on", with its compute modes, or why the CPU cannot run it."""
+    """For each row of the selection table "on", with its compute modes, or why it cannot run here."""
     try:
-        here = machine.detect()
+        here, lacking = machine.detect(), kernels.no_compiler()
     except ConfigError as error:
         return {"error": str(error)}
     found = {}
@@ -85,13 +94,26 @@ def _rows() -> dict[str, str]:
         # Of a shape that every row takes: what is left is the machine.
         asked = {bits: row.accepts(Problem(64, 16, 32, "bf16", "fp16", True, False, bits), here) for bits in modes}
         served = [f"w4a{bits}" for bits, reason in asked.items() if reason is None]
-        found[row.name] = f"on for {' and '.join(served)}" if served else str(next(iter(asked.values())))
+        state = "on"
+        if lacking is not None and row.target is not None:
+            state = f"{lacking}: only from a cache"
+        elif row.name == "numba" and not config.JIT.read():
+            state, served = f"{lacking} forbids compiling", []
+        if served:
+            found[row.name] = f"{state} for {' and '.join(served)}"
+        else:
+            found[row.name] = state if state != "on" else str(next(iter(asked.values())))
     return found
 
 
 def _operator() -> dict[str, str]:
     """Whether int4_mm can be called without Python, or why not."""
-    reason = dispatcher.obstacle()
+    try:
+        reason = dispatcher.obstacle() or kernels.no_compiler()
+        if reason is not None and dispatcher.obstacle() is None and cache.find(dispatcher.request()) is not None:
+            reason = None
+    except ConfigError as error:
+        return {"error": str(error)}
     return {"int4_mm": f"Python: {reason}" if reason else "C++, once a kernel has run"}
 
 
@@ -105,7 +127,11 @@ def _compilers() -> list[dict[str, Any]]:
     found = []
     for candidate, answer in toolchain.survey():
         text = f"used: {answer.kind} {answer.version}" if isinstance(answer, toolchain.Compiler) else answer
-        found.append({candidate.origin: f"{shlex.join(candidate.argv)}: {text}"})
+        untried = not isinstance(answer, toolchain.Compiler) and answer.startswith("not tried")
+        command = "" if untried or candidate.argv == (candidate.origin,) else f"{shlex.join(candidate.argv)}: "
+        found.append({candidate.origin: f"{command}{text}"})
+    if config.CXX.read() is None and importlib.util.find_spec("ziglang") is None:
+        found.append({"ziglang": "not installed"})
     return found
 
 
@@ -145,15 +171,6 @@ def _value(variable: config.Variable) -> str:
         return f"cannot be used: {error}"
     shown = os.pathsep.join(map(str, value)) if isinstance(value, tuple) else str(value)
     return f"{shown if value not in (None, ()) else 'unset'}{'' if given else ' (default)'}: {variable.help}"
-
-
-def here() -> machine.Machine:
-    """This computer, with the reason why nothing can be compiled, if so."""
-    try:
-        toolchain.find_compiler()
-    except NoCompilerError as error:
-        return machine.detect(no_compiler=str(error))
-    return machine.detect()
 
 
 def shape_problem(k: str, n: str, group_size: int, symmetric: bool, bias: bool, compute: str, dtype: str) -> Problem:
@@ -203,14 +220,13 @@ def baking_problems(folders: Sequence[str], computes: Sequence[str], dtypes: Seq
 
 def explain_problems(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """For each problem every row of the selection table, in order, with its reason."""
-    computer, forced = here(), config.KERNEL.read()
+    computer, forced = machine.detect(), config.KERNEL.read()
     explained = []
     for problem in problems:
         if forced is not None:
             select.choose(problem, computer, forced=forced)  # a forced row that cannot run it is an error
         rows = []
-        for verdict in select.explain(problem, computer, forced=forced):
-            reason = verdict.reason or ("" if verdict.chosen else "a row above it runs it")
-            rows.append({"kernel": verdict.row.name, "chosen": verdict.chosen, "reason": reason})
+        for verdict in kernels.explain(problem, computer, forced=forced):
+            rows.append({"kernel": verdict.row.name, "chosen": verdict.chosen, "reason": verdict.reason or ""})
         explained.append({"problem": problem.slug, "rows": rows})
     return explained

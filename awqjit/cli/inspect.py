@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from awqjit import select
+from awqjit.cli import kernels as choice
+from awqjit.cli.common import wrapped
 from awqjit.inspect_folder import FolderReport, LayerReport
 from awqjit.integrations.transformers import resolve_dtype
 from awqjit.jit import DTYPE_NAMES
@@ -37,7 +37,7 @@ def kernels(layer: LayerReport, computer: Machine, x_dtype: torch.dtype) -> dict
             bias=layer.bias,
             act_bits=act_bits,
         )
-        verdicts = select.explain(problem, computer)
+        verdicts = choice.explain(problem, computer)
         chosen[compute] = next((verdict.row.name for verdict in verdicts if verdict.chosen), "none")
     return chosen
 
@@ -72,21 +72,18 @@ def lines(report: FolderReport, computer: Machine, dtype: str) -> Iterator[str]:
     yield f"config: {config.method} ({config.version}), {config.bits} bits, group size {config.group_size}, {zeros}"
     for layers in _alike(report.layers, computer, x_dtype):
         first = layers[0]
-        yield _wrapped(f"{len(layers):4} x {', '.join(_patterns(layer.name for layer in layers))}")
+        yield wrapped(f"{len(layers):4} x {', '.join(_patterns(layer.name for layer in layers))}")
         yield f"       {first.packing}, {_what(first)}"
         run = kernels(first, computer, x_dtype)
-        if first.refused is not None:
-            yield _wrapped(f"       not int4: {first.refused}")
+        if first.as_float:
+            yield f"       runs as a float layer ({first.bits} bits)"
+        elif first.refused is not None:
+            yield wrapped(f"       not int4: {first.refused}")
         else:
             yield f"       runs on {', '.join(f'{row} ({compute})' for compute, row in run.items())}"
     if report.kept:
-        yield _wrapped(f"{len(report.kept):4} x float: {', '.join(_patterns(report.kept))}")
+        yield wrapped(f"{len(report.kept):4} x float: {', '.join(_patterns(report.kept))}")
     yield from _checks(report.layers)
-
-
-def _wrapped(line: str) -> str:
-    """A line of at most 80 columns, continued under its text."""
-    return textwrap.fill(line, 80, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False)
 
 
 def _what(layer: LayerReport) -> str:
@@ -102,7 +99,13 @@ def _what(layer: LayerReport) -> str:
 def _alike(layers: Iterable[LayerReport], computer: Machine, x_dtype: torch.dtype) -> list[list[LayerReport]]:
     groups: dict[Any, list[LayerReport]] = {}
     for layer in layers:
-        key = (layer.packing, _what(layer), layer.refused, tuple(kernels(layer, computer, x_dtype).items()))
+        key = (
+            layer.packing,
+            _what(layer),
+            layer.refused,
+            layer.as_float,
+            tuple(kernels(layer, computer, x_dtype).items()),
+        )
         groups.setdefault(key, []).append(layer)
     return list(groups.values())
 
@@ -116,7 +119,8 @@ def _checks(layers: tuple[LayerReport, ...]) -> Iterator[str]:
     means = [layer.mean for layer in layers if layer.mean is not None]
     if means:
         told = sum(layer.columns is not None for layer in layers)
-        yield f"mean of q - z: {min(means):+.2f} to {max(means):+.2f} (0 is expected); columns checked in {told} layers"
+        columns = f"; columns checked in {told} layers" if told else ""
+        yield f"mean of q - z: {min(means):+.2f} to {max(means):+.2f} (0 is expected){columns}"
     found: dict[str, list[str]] = {}
     for layer in layers:
         for note in layer.notes:
@@ -127,6 +131,6 @@ def _checks(layers: tuple[LayerReport, ...]) -> Iterator[str]:
             found.setdefault("zero points fit better in another order of columns", []).append(layer.name)
     for sentence, names in found.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield _wrapped(f"look at: {sentence}: {', '.join(names[:3])}{more}")
+        yield wrapped(f"look at: {sentence}: {', '.join(names[:3])}{more}")
     if means and not found:
-        yield "nothing odd was found"
+        yield f"nothing odd was found{'' if told else ' in them; the order of columns cannot be told here'}"

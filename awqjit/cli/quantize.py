@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``awqjit quantize``: options to settings, and the report to lines."""
+"""``awqjit quantize``: options to settings, and plan and report to lines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from awqjit.cli.common import Form, Method
+from awqjit.cli.common import Form, Method, wrapped
 from awqjit.errors import ArgumentError, FormatError
 from awqjit.integrations.calibration import Calibration, builtin_text
 from awqjit.integrations.quantize_folder import Report, quantize_folder
+from awqjit.integrations.quantize_plan import AUTOMATIC_SIZES, GROUP_SIZES, Plan
 
 
 def read_text(path: Path) -> str:
@@ -65,18 +66,26 @@ def run(
     )
 
 
-def lines(report: Report) -> list[str]:
-    """What was done, for a person: layers that stayed float by their reason, then the totals."""
+def plan_lines(plan: Plan) -> list[str]:
+    """What will be done, for a person: a group size that was chosen, and layers that stay float by their reason."""
+    shown = []
+    if plan.automatic:
+        tried = ", ".join(str(size) for size in AUTOMATIC_SIZES)
+        caution = "" if plan.group_size in GROUP_SIZES else "; not all readers take it"
+        why = f"the largest of {tried} that divides every layer quantized{caution}"
+        shown.append(f"group size {plan.group_size} ({why})")
     by_reason: dict[str, list[str]] = {}
-    for layer, reason in report.kept.items():
+    for layer, reason in plan.kept.items():
         by_reason.setdefault(reason, []).append(layer)
-    shown = [
+    shown += [
         f"float: {layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''} ({reason})"
         for reason, layers in by_reason.items()
     ]
-    total = len(report.quantized) + len(report.kept)
-    shown.append(
-        f"{len(report.quantized)} of {total} layers quantized to {report.destination}: "
-        f"{report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s"
-    )
-    return shown
+    return [wrapped(line) for line in shown]
+
+
+def lines(report: Report) -> list[str]:
+    """What was done, for a person: the totals, the head left out."""
+    done = f"{len(report.quantized)} of {report.plan.layers} layers quantized at group size {report.group_size}"
+    size = f"{report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s"
+    return [wrapped(f"{done}: {size}, in {report.destination}")]

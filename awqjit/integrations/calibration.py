@@ -69,6 +69,20 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def check_tokens(ids: Tensor, embeddings: Any) -> None:
+    """Whether a model has embeddings for token ids.
+
+    Raises:
+        FormatError: it has not; the tokenizer is not the model's.
+    """
+    rows = len(embeddings.weight)
+    if int(ids.max()) >= rows:
+        raise FormatError(
+            f"the tokenizer gives the token {int(ids.max())}, and the model knows {rows}",
+            "Use the tokenizer that belongs to the model.",
+        )
+
+
 def first_tokens(tokenizer: Any) -> Tensor:
     """The special token that begins every text, as many models need it: int64 [1], or [0] if there is none."""
     ids = tokenizer("", verbose=False)["input_ids"][:1]
@@ -100,9 +114,14 @@ class BlockRunner:
 
     @torch.no_grad()
     def start(self, ids: Tensor) -> Tensor:
-        """fp32 [sequences, length, hidden]: what the first block is given for token ids [sequences, length]."""
+        """fp32 [sequences, length, hidden]: what the first block is given for token ids [sequences, length].
+
+        Raises:
+            FormatError: the model does not know a token.
+        """
         compute_buffers(self.model)  # first: it may initialize the weights of the modules it fills
         embeddings = self.model.get_input_embeddings()
+        check_tokens(ids, embeddings)
         used, ids = ids.unique(return_inverse=True)  # only the rows that occur are kept
         (name,) = (name for name, module in self.model.named_modules() if module is embeddings)
         embeddings.padding_idx = None  # it speaks of the row's old place, and matters to gradients alone

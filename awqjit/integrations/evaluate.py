@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from awqjit import progress
 from awqjit.errors import ArgumentError
-from awqjit.integrations.calibration import encode, first_tokens
+from awqjit.integrations.calibration import check_tokens, encode, first_tokens
 from awqjit.integrations.transformers import from_pretrained, local_folder, read_tokenizer
 from awqjit.modules import Int4Linear
 from awqjit.spec import act_bits_of
@@ -40,8 +40,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(nll)."""
-        return math.exp(self.nll)
+        """exp(nll); infinite where that is beyond a float."""
+        try:
+            return math.exp(self.nll)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,18 @@ class Evaluation:
     scores: tuple[Score, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the attributes, with ``perplexity`` and ``nll_difference`` (to the first score) in each score."""
+        """For JSON: the attributes, with ``perplexity`` and ``nll_difference`` (to the first score) in each score.
+
+        What is NaN or infinite, which JSON cannot say, is None.
+        """
         reference = self.scores[0].nll
         extra = [{"perplexity": score.perplexity, "nll_difference": score.nll - reference} for score in self.scores]
         scores = [asdict(score) | more for score, more in zip(self.scores, extra, strict=True)]
-        return asdict(self) | {"scores": scores}
+        return asdict(self) | {"scores": [{key: _finite(value) for key, value in one.items()} for one in scores]}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class DequantizedLinear(nn.Module):
@@ -116,7 +126,7 @@ def evaluate(
 
     Raises:
         ArgumentError: ``tokens`` or ``context`` is below 2, or the text has fewer than 2 tokens.
-        FormatError: the folder is in a form that is not read, or has no tokenizer.
+        FormatError: the folder is in a form that is not read, or has no tokenizer or another model's.
     """
     for name, value in (("tokens", tokens), ("context", context)):
         if value < 2:
@@ -125,7 +135,13 @@ def evaluate(
     ids = encode(tokenizer, text)[:tokens]
     if len(ids) < 2:
         raise ArgumentError("text", f"{len(ids)} tokens", "a text of at least 2 tokens")
-    model = from_pretrained(folder, dtype=torch.float32, progress=show_progress)
+
+    def load(dtype: torch.dtype | str, show: bool) -> Any:
+        # From one line, so that Python shows a warning about the folder once.
+        return from_pretrained(folder, dtype=dtype, progress=show)
+
+    model = load(torch.float32, show_progress)
+    check_tokens(ids, model.get_input_embeddings())
     dequantize_layers(model)
     context = min(context, int(getattr(model.config, "max_position_embeddings", None) or context))
     windows = _windows(ids, first_tokens(tokenizer), context)
@@ -133,7 +149,7 @@ def evaluate(
         reference, likeliest = _predict(model, windows, advance)
         scores = [Score(REFERENCE, reference, 1.0)]
         del model
-        model = from_pretrained(folder, dtype=dtype, progress=False)
+        model = load(dtype, False)
         for mode in MODES:
             for module in model.modules():
                 if isinstance(module, Int4Linear):

@@ -23,6 +23,8 @@ _SIDE_FILES = (
     "generation_config.json", "*.model", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class FloatSource:
@@ -88,13 +90,27 @@ def _open_folder(folder: Path) -> FloatSource:
     return FloatSource(
         path=folder,
         shapes={name: shape for name, shape in checkpoint.shapes.items() if not name.endswith(computed)},
-        read=lambda name: checkpoint.read(name)[name],
+        read=lambda name: _checked(name, checkpoint.read(name)[name]),
         store=lambda tensor: tensor,
         config=checkpoint.config,
         model=skeleton(read_config(folder), torch.float32),
         write_side_files=write_side_files,
         load_tokenizer=lambda: read_tokenizer(folder),
     )
+
+
+def _checked(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself, once it is found to hold finite floats.
+
+    Raises:
+        FormatError: integers or fp8 (a quantized form whose scales are elsewhere), NaN or infinity.
+    """
+    if tensor.dtype not in _FLOATS:
+        raise FormatError(f"the tensor {name} is stored as {tensor.dtype}", "Give the folder of the float model.")
+    if tensor.numel() and not all(bool(torch.isfinite(bound)) for bound in tensor.aminmax()):
+        what = f"{name.removesuffix('.weight')} cannot be quantized: {name} holds NaN or infinity"
+        raise FormatError(what, "The model is damaged: fetch it again.")
+    return tensor
 
 
 def _open_gguf(path: Path) -> FloatSource:

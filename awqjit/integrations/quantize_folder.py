@@ -8,27 +8,22 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from awqjit import progress
 from awqjit.checkpoint import FolderWriter, new_folder
 from awqjit.errors import ArgumentError, AwqJitWarning, FormatError
-from awqjit.formats import Rule
 from awqjit.formats.awq import standard_to_awq
 from awqjit.formats.gptq import standard_to_gptq
 from awqjit.integrations.awq_search import FAMILIES, scale_block
 from awqjit.integrations.calibration import BlockRunner, Calibration
 from awqjit.integrations.float_source import FloatSource, open_source
+from awqjit.integrations.quantize_plan import AUTOMATIC_SIZES, GROUP_SIZES, SMALLEST_GROUP, Plan, make_plan
 from awqjit.quantize import quantize_weight
-
-GROUP_SIZES = (32, 64, 128, -1)
-"""Group sizes that readers of AWQ and GPTQ folders agree on."""
-
-SMALLEST_GROUP = 16
 
 FORMATS = ("awq", "gptq")
 """Forms that can be written: AWQ (version gemm) and GPTQ (version 1, without act-order)."""
@@ -40,19 +35,32 @@ class Report:
 
     Attributes:
         destination: the new folder.
-        quantized: layers that are int4 now.
-        kept: layer -> why it stayed float.
+        plan: group size, layers that are int4 now, and those that stayed float.
         calibrated: the activation-aware search ran.
         bytes_written: size of the new safetensors.
         seconds: wall time.
     """
 
     destination: Path
-    quantized: tuple[str, ...]
-    kept: dict[str, str]
+    plan: Plan
     calibrated: bool
     bytes_written: int
     seconds: float
+
+    @property
+    def group_size(self) -> int:
+        """Weights along K that share a scale; -1 for all."""
+        return self.plan.group_size
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Layers that are int4 now."""
+        return self.plan.quantized
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Linear layer -> why it stayed float; the head is among them."""
+        return self.plan.kept
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def quantize_folder(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    group_size: int = 128,
+    group_size: int | None = None,
     symmetric: bool = False,
     clip_search: bool = True,
     calibration: Calibration | None = None,
@@ -141,6 +149,7 @@ def quantize_folder(
     shard_bytes: int = 1 << 30,
     force: bool = False,
     show_progress: bool = True,
+    announce: Callable[[Plan], None] | None = None,
 ) -> Report:
     """Round every linear layer but the head to int4 and write the model as an AWQ or GPTQ folder.
 
@@ -151,7 +160,8 @@ def quantize_folder(
     Args:
         source: a transformers folder with safetensors, a GGUF file, or a folder with one GGUF file (llama or qwen2).
         destination: a folder that does not exist or is empty.
-        group_size: 32, 64, 128, -1 (one group per column), or another multiple of 8 from 16 up.
+        group_size: 32, 64, 128, -1 (one group per column), or another multiple of 8 from 16 up. None is the largest of
+            128, 64, 32 and 16 that divides the in_features of every layer to be quantized.
         symmetric: every zero point is 8.
         clip_search: see :func:`awqjit.quantize.quantize_weight`.
         calibration: the text for the activation-aware search of scales and steps
@@ -163,6 +173,7 @@ def quantize_folder(
         shard_bytes: largest safetensors file in bytes.
         force: replace an existing destination.
         show_progress: a bar over the layers on stderr.
+        announce: called with what will be done, before any weight is read.
 
     Raises:
         ArgumentError: the group size or format is another, the destination is in use, an entry of ``skip`` names no
@@ -171,21 +182,21 @@ def quantize_folder(
         CheckpointMismatchError: the source's tensors do not fit its config.
     """
     started = time.perf_counter()
-    rounding = Rounding(group_size, symmetric, clip_search, format)
-    replaced = Path(destination).resolve()
-    if replaced == Path(source).resolve() or replaced in Path(source).resolve().parents:
-        raise ArgumentError("destination", destination, f"a folder that the source {source} is not in")
+    first = AUTOMATIC_SIZES[0] if group_size is None else group_size
+    rounding = Rounding(first, symmetric, clip_search, format)
+    _check_apart(Path(source), Path(destination))
     with new_folder(destination, shard_bytes=shard_bytes, force=force) as writer:
         model = open_source(Path(source))
-        quantizable, kept = _sort_layers(model.model, group_size, format, skip)
-        if not quantizable:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
-            raise ArgumentError("group_size", group_size, f"one that suits a layer at least ({reasons})")
+        plan = make_plan(model.model, group_size, format, skip)
+        rounding = replace(rounding, group_size=plan.group_size)
+        quantizable = set(plan.quantized)
+        if announce is not None:
+            announce(plan)
         ids = None if calibration is None else _tokens(model, calibration)
         with progress.bar("quantizing", len(model.shapes), show_progress) as advance:
             written: set[str] = set()
             if calibration is not None and ids is not None:
-                written = _quantize_blocks(writer, model, set(quantizable), rounding, calibration, ids, advance)
+                written = _quantize_blocks(writer, model, quantizable, rounding, calibration, ids, advance)
             for name in model.shapes:
                 if name in written:
                     continue
@@ -195,12 +206,22 @@ def quantize_folder(
                 else:
                     writer.add(name, model.store(model.read(name)))
                 advance()
-        blocks = next((name.rpartition(".layers.")[0] + ".layers." for name in quantizable if ".layers." in name), "")
-        writer.write_json("config.json", model.config | {"quantization_config": rounding.config(kept, blocks)})
+        inside = [name for name in plan.quantized if ".layers." in name]
+        blocks = inside[0].rpartition(".layers.")[0] + ".layers." if inside else ""
+        writer.write_json("config.json", model.config | {"quantization_config": rounding.config(plan.kept, blocks)})
         model.write_side_files(writer.folder)
     size = sum(path.stat().st_size for path in Path(destination).glob("*.safetensors"))
     seconds = time.perf_counter() - started
-    return Report(Path(destination), tuple(quantizable), kept, ids is not None, size, seconds)
+    return Report(Path(destination), plan, ids is not None, size, seconds)
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    """Replacing the destination must not delete the source."""
+    replaced, kept = destination.resolve(), source.resolve()
+    if replaced == kept:
+        raise ArgumentError("destination", destination, "another folder: the destination is the source")
+    if replaced in kept.parents:
+        raise ArgumentError("destination", destination, f"another folder: the source {source} is in it")
 
 
 def _tokens(model: FloatSource, calibration: Calibration) -> Tensor | None:
@@ -245,15 +266,11 @@ def _quantize_blocks(
         with runner.loaded(index) as block:
             first = hidden[:1].clone()
             inputs = runner.observe(index, hidden, calibration.sample)
-            scale_block(
-                block,
-                folds,
-                chosen,
-                inputs,
-                stored,
-                group_size=rounding.group_size,
-                symmetric=rounding.symmetric,
-            )
+            size, symmetric = rounding.group_size, rounding.symmetric
+            try:
+                scale_block(block, folds, chosen, inputs, stored, group_size=size, symmetric=symmetric)
+            except ArgumentError as error:
+                raise FormatError(f"a layer of {prefix.removesuffix('.')} cannot be quantized: {error}", "") from error
             runner.check(index, first, hidden[:1])
             for name, value in block.named_parameters():
                 full, layer = prefix + name, name.removesuffix(".weight")
@@ -264,36 +281,3 @@ def _quantize_blocks(
                 written.add(full)
                 advance()
     return written
-
-
-def _sort_layers(
-    model: Any, group_size: int, format: str, skip: Sequence[str]
-) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Linear layers that become int4, and those that stay float with the reason."""
-    quantizable: dict[str, nn.Linear] = {}
-    kept: dict[str, str] = {}
-    head = model.get_output_embeddings()
-    rules = {entry: Rule("parts", entry) for entry in skip}
-    unused = set(rules)
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        skipped = {entry for entry, rule in rules.items() if rule.matches(name)}
-        unused -= skipped
-        if module is head:
-            kept[name] = "the head is never quantized"
-        elif skipped:
-            kept[name] = f"skipped: {', '.join(sorted(skipped))}"
-        elif group_size != -1 and module.in_features % group_size:
-            fits = ", ".join(str(size) for size in GROUP_SIZES if size > 0 and module.in_features % size == 0)
-            hint = f"; --group-size {fits} would do" if fits else ""
-            kept[name] = f"in_features {module.in_features} is not a multiple of group size {group_size}{hint}"
-        elif module.in_features % 8 and format == "gptq":
-            kept[name] = f"in_features {module.in_features} is not a multiple of 8"
-        elif module.out_features % 8:
-            kept[name] = f"out_features {module.out_features} is not a multiple of 8"
-        else:
-            quantizable[name] = module
-    if unused:
-        raise ArgumentError("skip", ", ".join(sorted(unused)), "names of linear layers, or parts of them between dots")
-    return quantizable, kept

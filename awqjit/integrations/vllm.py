@@ -59,7 +59,7 @@ def register() -> None:
     try:
         table = _table(current_platform._enum)
         kernel = kernel_class()
-    except (UnfitError, ImportError, AttributeError) as error:
+    except (UnfitError, ImportError, AttributeError, TypeError) as error:
         _log.warning("awqjit does not serve int4 layers, for this vLLM is not built as its plugin expects: %s", error)
         return
     table[:] = [kernel, *(other for other in table if other is not kernel)]

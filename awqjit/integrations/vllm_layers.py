@@ -121,11 +121,14 @@ def read(
     """
     k, n = c.partition_weight_shape
     # Some of vLLM's loaders fill up the last word of columns: what is beyond N is left out.
-    zeros = _rows(layer, str(zeros_name), packed="output_dim") if c.zero_points else None
+    zeros = None
+    if c.zero_points:
+        assert zeros_name is not None  # vLLM's base class checks it
+        zeros = unpack_columns(_rows(layer, zeros_name, packed="output_dim"), _STANDARD)[:, :n]
     return QuantizedWeight(
         qweight=_rows(layer, q_name, packed="input_dim")[:, :n],
         scales=_rows(layer, scales_name)[:, :n],
-        zeros=None if zeros is None else unpack_columns(zeros, _STANDARD)[:, :n],
+        zeros=zeros,
         group_size=resolve_group_size(c.group_size, k),
         in_features=k,
         out_features=n,

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// For LD_PRELOAD: installs the emulator before the program starts, and answers arch_prctl as a machine with AMX would.
+// For LD_PRELOAD, or linked into a program: installs the emulator before the program starts, and answers arch_prctl as a
+// machine with AMX would. AMX_EMULATOR_PERMITTED in the environment: for programs that do not ask for permission.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdarg.h>
+#include <stdlib.h>
 #include <sys/syscall.h>
 
 #include "parts.h"
 
-__attribute__((constructor)) static void install(void) { amx_install(); }
+__attribute__((constructor)) static void install(void) {
+  amx_install();
+  if (getenv("AMX_EMULATOR_PERMITTED")) amx_arch_prctl(0x1023, 18);
+}
 
 long syscall(long number, ...) {
   va_list list;

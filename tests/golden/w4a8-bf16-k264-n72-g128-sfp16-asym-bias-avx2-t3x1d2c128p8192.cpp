@@ -4,7 +4,7 @@
 // y[m, n] = sum over k of x[m, k] * (q[k, n] - z[group of k, n]) * s[group of k, n] + bias[n]
 //   x, y bf16, scales fp16, zero points 0 to 15, w4a8
 //   target avx2: vocabulary avx2_int16
-//   tile Tile(rows=3, blocks=1, decode_rows=2, row_chunk=128, prefetch=8192)
+//   tile Tile(rows=3, blocks=1, decode_rows=2, row_chunk=128, prefetch=8192, split_rows=0)
 // c++ -std=c++17 -O3 -g0 -fPIC -shared -fvisibility=hidden -ffp-contract=off -fno-exceptions -fno-rtti -Wl,--as-needed -mavx2 -mfma -mf16c kernel.cpp -o kernel.so -lm
 #include <stddef.h>
 #include <stdint.h>
@@ -331,21 +331,27 @@ NOINLINE void prepare_units(const Call &call, const Prepared &prepared, int64_t 
 }
 
 // ---- decode: few rows ---------------------------------------------------------------------------------------------
-// The weight bytes are the cost: each is read once, split in registers and multiplied with all rows.
+// A pass reads the weights of a column block, splits them in registers and multiplies them with up to 2 rows. For
+// as many rows or fewer the weight bytes are the cost, and each is read once. More rows take several passes, with the
+// block in the cache after the first.
 struct Decode {
   const Call *call;
   Prepared prepared;
   Jobs jobs;
+  int64_t chunks;  // of rows
 };
 constexpr int64_t DECODE_JOB = 1;  // column blocks of a job
+constexpr int64_t DECODE_JOBS = (BLOCKS + DECODE_JOB - 1) / DECODE_JOB;
+constexpr int64_t DECODE_ROWS = 2;   // rows of a pass
+constexpr int64_t DECODE_CHUNK = 128;  // rows of a job
 
-NOINLINE void decode_1(const Call &call, const Prepared &prepared, int64_t block) {
+NOINLINE void decode_1(const Call &call, const Prepared &prepared, int64_t block, int64_t row) {
   const uint32_t *words = call.weight + block * BLOCK_WORDS;
   const Scale *scales = (const Scale *)call.scales + block * GROUPS * 16;
   const uint8_t *zeros = call.zeros + block * GROUPS * 16;
-  const Activation *x = prepared.x;
-  const float *unit = prepared.unit;
-  const int32_t *minus_sum = prepared.minus_sum;
+  const Activation *x = prepared.x + row * GROUP_PADDED;
+  const float *unit = prepared.unit + row;
+  const int32_t *minus_sum = prepared.minus_sum + row;
   Floats y0 = zero_floats();
   Acc sums[1], *wide = in_memory(sums);
   NO_UNROLL for (int64_t group = 0; group < GROUPS; group++) {
@@ -413,21 +419,21 @@ NOINLINE void decode_1(const Call &call, const Prepared &prepared, int64_t block
     words += GROUP_WORDS * 16;
     scales += 16;
     zeros += 16;
-    x += 1 * GROUP_PADDED;
-    unit += 1;
-    minus_sum += 1;
+    x += prepared.rows * GROUP_PADDED;
+    unit += prepared.rows;
+    minus_sum += prepared.rows;
   }
   const int64_t column = block * 16, columns = N - column < 16 ? N - column : 16;
-  store_output((X *)call.y + 0 * N + column, add_bias(y0, call.bias + column, columns), columns);
+  store_output((X *)call.y + (row + 0) * N + column, add_bias(y0, call.bias + column, columns), columns);
 }
 
-NOINLINE void decode_2(const Call &call, const Prepared &prepared, int64_t block) {
+NOINLINE void decode_2(const Call &call, const Prepared &prepared, int64_t block, int64_t row) {
   const uint32_t *words = call.weight + block * BLOCK_WORDS;
   const Scale *scales = (const Scale *)call.scales + block * GROUPS * 16;
   const uint8_t *zeros = call.zeros + block * GROUPS * 16;
-  const Activation *x = prepared.x;
-  const float *unit = prepared.unit;
-  const int32_t *minus_sum = prepared.minus_sum;
+  const Activation *x = prepared.x + row * GROUP_PADDED;
+  const float *unit = prepared.unit + row;
+  const int32_t *minus_sum = prepared.minus_sum + row;
   Floats y0 = zero_floats();
   Floats y1 = zero_floats();
   Acc sums[2], *wide = in_memory(sums);
@@ -512,26 +518,37 @@ NOINLINE void decode_2(const Call &call, const Prepared &prepared, int64_t block
     words += GROUP_WORDS * 16;
     scales += 16;
     zeros += 16;
-    x += 2 * GROUP_PADDED;
-    unit += 2;
-    minus_sum += 2;
+    x += prepared.rows * GROUP_PADDED;
+    unit += prepared.rows;
+    minus_sum += prepared.rows;
   }
   const int64_t column = block * 16, columns = N - column < 16 ? N - column : 16;
-  store_output((X *)call.y + 0 * N + column, add_bias(y0, call.bias + column, columns), columns);
-  store_output((X *)call.y + 1 * N + column, add_bias(y1, call.bias + column, columns), columns);
+  store_output((X *)call.y + (row + 0) * N + column, add_bias(y0, call.bias + column, columns), columns);
+  store_output((X *)call.y + (row + 1) * N + column, add_bias(y1, call.bias + column, columns), columns);
+}
+
+// Rows begin..end-1 of one column block, in passes of nearly equal height: 17 rows are 9 + 8, not 16 + 1.
+INLINE void decode_block(const Decode &decode, int64_t block, int64_t begin, int64_t end) {
+  const int64_t rows = end - begin, passes = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
+  for (int64_t pass = 0; pass < passes; pass++) {
+    const int64_t low = begin + rows * pass / passes, high = begin + rows * (pass + 1) / passes;
+    switch (high - low) {
+      case 1: decode_1(*decode.call, decode.prepared, block, low); break;
+      case 2: decode_2(*decode.call, decode.prepared, block, low); break;
+    }
+  }
 }
 
 static void decode_worker(int64_t begin, int64_t end, void *argument) {
   const DefinedArithmetic defined;
   const Decode &decode = *(const Decode *)argument;
+  const int64_t rows = decode.call->rows;
   for (int64_t worker = begin; worker < end; worker++) {
     int64_t victim = worker;
     for (int64_t job; (job = take_job(decode.jobs, worker, &victim)) >= 0;) {
-      const int64_t stop = (job + 1) * DECODE_JOB < BLOCKS ? (job + 1) * DECODE_JOB : BLOCKS;
-      for (int64_t block = job * DECODE_JOB; block < stop; block++) switch (decode.call->rows) {
-          case 1: decode_1(*decode.call, decode.prepared, block); break;
-          case 2: decode_2(*decode.call, decode.prepared, block); break;
-        }
+      const int64_t chunk = job / DECODE_JOBS, first = job % DECODE_JOBS * DECODE_JOB;
+      const int64_t low = rows * chunk / decode.chunks, high = rows * (chunk + 1) / decode.chunks;
+      for (int64_t block = first; block < first + DECODE_JOB && block < BLOCKS; block++) decode_block(decode, block, low, high);
     }
   }
 }
@@ -860,7 +877,7 @@ static void prefill_worker(int64_t begin, int64_t end, void *argument) {
 // ---- entry points -------------------------------------------------------------------------------------------------
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-constexpr int64_t DECODE_ROWS = 2;            // most rows of the decode path
+constexpr int64_t DECODE_LIMIT = 2;           // most rows of the decode path
 constexpr int64_t SERIAL_PREPARE = 16384;     // elements of x that one thread prepares faster than a pool wakes up
 constexpr int64_t SERIAL_WORK = 1 << 17;      // multiply-adds below which one thread does it all
 
@@ -868,9 +885,10 @@ constexpr int64_t SERIAL_WORK = 1 << 17;      // multiply-adds below which one t
 EXPORT const char *awqjit_slug() { return "w4a8-bf16-k264-n72-g128-sfp16-asym-bias-avx2-t3x1d2c128p8192"; }
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t decode_chunks(int64_t rows) { return (rows + DECODE_CHUNK - 1) / DECODE_CHUNK; }
 INLINE int64_t row_chunks(int64_t rows) { return (rows + ROW_CHUNK - 1) / ROW_CHUNK; }
 INLINE int64_t jobs_of(int64_t rows) {
-  return rows <= DECODE_ROWS ? (BLOCKS + DECODE_JOB - 1) / DECODE_JOB : row_chunks(rows) * PANELS;
+  return rows <= DECODE_LIMIT ? decode_chunks(rows) * DECODE_JOBS : row_chunks(rows) * PANELS;
 }
 // Threads beyond the number of jobs would have nothing to do but cost memory.
 INLINE int64_t workers_of(int64_t rows, int64_t threads) {
@@ -880,7 +898,7 @@ INLINE int64_t workers_of(int64_t rows, int64_t threads) {
 // Bytes of scratch memory that a call with these arguments needs.
 EXPORT int64_t awqjit_scratch_bytes(int64_t rows, int64_t threads) {
   const int64_t workers = workers_of(rows, threads);
-  return workers * (int64_t)sizeof(Counter) + prepared_bytes(rows) + (rows > DECODE_ROWS ? workers * (int64_t)sizeof(Panel) : 0);
+  return workers * (int64_t)sizeof(Counter) + prepared_bytes(rows) + (rows > DECODE_LIMIT ? workers * (int64_t)sizeof(Panel) : 0);
 }
 
 struct Prepare {
@@ -909,10 +927,10 @@ EXPORT int32_t awqjit_int4_mm(const Call *call) {
   const int32_t error = run(*call, prepare.workers, prepare_worker, &prepare);
   if (error) return error;
   const Jobs jobs = {counters, jobs_of(rows), workers};
-  if (rows <= DECODE_ROWS) {
-    Decode decode = {call, prepare.prepared, jobs};
-    return run(*call, workers, decode_worker, &decode);
+  if (rows > DECODE_LIMIT) {
+    Prefill prefill = {call, prepare.prepared, jobs, (Panel *)memory, row_chunks(rows)};
+    return run(*call, workers, prefill_worker, &prefill);
   }
-  Prefill prefill = {call, prepare.prepared, jobs, (Panel *)memory, row_chunks(rows)};
-  return run(*call, workers, prefill_worker, &prefill);
+  Decode decode = {call, prepare.prepared, jobs, decode_chunks(rows)};
+  return run(*call, workers, decode_worker, &decode);
 }

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel a layer would get in this process, found out without compiling or writing anything."""
+
+from __future__ import annotations
+
+from awqjit import cache, config, machine, select, toolchain
+from awqjit.errors import NoCompilerError
+from awqjit.render import render
+from awqjit.select import Verdict
+from awqjit.spec import KernelSpec, Problem
+
+
+def no_compiler() -> str | None:
+    """Why nothing can be compiled here, in a few words; None when a compiler works. Starts it, unless forbidden."""
+    if not config.JIT.read():
+        return f"{config.JIT.name}=0"
+    try:
+        toolchain.find_compiler()
+    except NoCompilerError:
+        return "no compiler"
+    return None
+
+
+def explain(problem: Problem, computer: machine.Machine, forced: str | None = None) -> tuple[Verdict, ...]:
+    """What :func:`awqjit.select.explain` says, and whether the kernel can be had: compiled, or found in a cache.
+
+    Where nothing can be compiled, the chosen row's reason says in which cache its kernel is.
+
+    Args:
+        problem: what is to be computed.
+        computer: this computer.
+        forced: the only row that may be chosen (``AWQJIT_KERNEL``), or None.
+    """
+    lacking = no_compiler()
+    verdicts: list[Verdict] = []
+    closed = ""  # why no later row is taken
+    for verdict in select.explain(problem, computer, forced=forced):
+        reason, chosen = verdict.reason, False
+        if reason is None and closed:
+            reason = closed
+        elif reason is None:
+            spec = verdict.row.spec(problem)
+            if spec is not None and lacking is not None:
+                chosen, reason = _cached(spec, lacking)
+            elif verdict.row.name == "numba" and not config.JIT.read():
+                reason = f"{lacking} forbids compiling"
+            else:
+                chosen = True
+            if chosen:
+                closed = "a row above it runs it"
+            elif not config.JIT.read():
+                closed = f"with {lacking} the missing kernel above is an error"
+        verdicts.append(Verdict(verdict.row, reason, chosen))
+    return tuple(verdicts)
+
+
+def _cached(spec: KernelSpec, lacking: str) -> tuple[bool, str]:
+    """Whether a cache holds a kernel that cannot be compiled here, and where or why it is not used."""
+    found = cache.find(cache.Request(spec.slug, render(spec), spec.target.flags))
+    if found is None:
+        return False, f"{lacking}, and not in a cache"
+    if found.origin == "cache" and config.CXX.read() and config.JIT.read():
+        return False, f"the compiler {config.CXX.name} asks for does not work"  # never replaced by another's work
+    return True, f"{lacking}; {'in AWQJIT_CACHE_PATH' if found.origin == 'baked' else 'cached'}"

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AMX rows: the machine code that ships, executed by an emulator of the tile instructions.
+
+What every row has to show (tests/test_kernels.py) they show here, built by gcc and by clang; then what is special to
+them: how many tile instructions there are, where tiles are loaded from, and who asks the operating system for them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import compilers
+import pytest
+import test_kernels as kernels
+import torch
+from amx_emulator.emulator import FOLDER, SOURCES, Emulator, build, unavailable
+from amx_emulator.machine import emulated_amx
+from hypothesis import given, settings
+from oracle import expected, w4a8_bits
+from rows import CASES, OTHER_COMPILER_CASES, Case, forced, mm, packed, poisoned_memory, target_of, threads
+from strategies import RawWeight, Shape
+
+from awqjit import cpuid, jit, machine, select
+from awqjit.errors import KernelRefusedError
+from awqjit.render import render
+from awqjit.spec import KernelSpec, Problem
+from awqjit.toolchain import neutral_command
+
+NEEDED = target_of("avx512_vnni").features | target_of("avx512_bf16").features
+WHY_NOT = unavailable() or machine.detect().missing(NEEDED)
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+
+ROWS = (("amx_int8", 8), ("amx_bf16", 16))
+DOTS = {"amx_int8": "tdpbssd", "amx_bf16": "tdpbf16ps"}
+
+both_rows = pytest.mark.parametrize(("row", "act_bits"), ROWS, ids=str)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(build(tmp_path_factory.mktemp("amx") / "libamx.so"))
+
+
+@pytest.fixture
+def amx(emulator: Emulator) -> Iterator[Emulator]:
+    """A machine with AMX, on which nobody has asked for permission to use it."""
+    with emulated_amx(emulator):
+        emulator.reset()
+        yield emulator
+        total = emulator.total()
+        assert total.faults == 0, emulator.last_fault
+        assert total.split_loads == 0, "a row of a tile lies in two cache lines"
+        assert total.undefined_reads == 0, "a tile is read that was not written"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return compilers.by_kind(tmp_path_factory.mktemp("compilers"))
+
+
+def random_weight(shape: Shape, seed: int = 0) -> RawWeight:
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 16, (shape.k, shape.n), dtype=torch.uint8, generator=random)
+    z = torch.randint(0, 16, (shape.groups, shape.n), dtype=torch.uint8, generator=random)
+    return RawWeight(shape, q, z, torch.randn(shape.groups, shape.n, generator=random).half() * 0.01, f"seed {seed}")
+
+
+# ---- what every row has to show ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.x_dtype == torch.bfloat16], ids=str)
+def test_w4a16_matches_the_oracle(case: Case, amx: Emulator) -> None:
+    """Other dtypes of x run on the avx512 vocabulary, which has tests of its own."""
+    kernels.test_a_row_matches_the_oracle("amx_bf16", 16, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_w4a8_gives_the_bits_of_the_definition(case: Case, amx: Emulator) -> None:
+    kernels.test_a_w4a8_row_gives_the_bits_of_the_definition("amx_int8", case)
+
+
+@both_rows
+@pytest.mark.parametrize("case", OTHER_COMPILER_CASES, ids=str)
+def test_clang_builds_them_as_well(row: str, act_bits: int, case: Case, amx: Emulator, found: dict[str, str]) -> None:
+    if "clang" not in found:
+        pytest.skip("no clang here: install clang++ or the package ziglang")
+    case = Case(case.shape, torch.bfloat16, case.scale_dtype, case.symmetric, case.bias)
+    with forced(row, found["clang"]), poisoned_memory():
+
+        @settings(max_examples=kernels.EXAMPLES)
+        @given(**kernels.drawn(case))
+        def check(weight, x, bias):
+            y = mm(x, packed(weight), bias, act_bits)
+            data = (x, weight.q, weight.z, weight.s, case.shape.group)
+            if act_bits == 8:
+                wanted = w4a8_bits(*data, bias=bias)
+                assert kernels.same(y.reshape(wanted.shape), wanted)
+            else:
+                expected(*data, bias=bias, act_bits=16).check(y)
+
+        check()
+
+
+@pytest.mark.parametrize("m", [9, 15, 16, 17, 31, 32, 33, 48, 127, 128, 129, 200, 300])
+def test_w4a8_is_the_same_for_every_number_of_rows(m: int, amx: Emulator) -> None:
+    kernels.test_w4a8_is_the_same_for_every_number_of_rows("amx_int8", m)
+
+
+@both_rows
+@pytest.mark.parametrize(
+    "property_test",
+    [
+        kernels.test_a_one_hot_row_reads_one_row_of_the_weight,
+        kernels.test_one_long_group_is_exact,
+        kernels.test_two_runs_give_the_same_bits,
+        kernels.test_a_row_of_zeros_gives_the_bias,
+        kernels.test_a_bad_row_spoils_no_other,
+    ],
+    ids=lambda one: one.__name__.removeprefix("test_"),
+)
+def test_the_rest_of_what_a_row_shows(
+    property_test: Callable[..., None], row: str, act_bits: int, amx: Emulator
+) -> None:
+    property_test(row=row, act_bits=act_bits)
+
+
+def test_flush_to_zero_in_some_threads_changes_nothing(amx: Emulator) -> None:
+    kernels.test_flush_to_zero_in_some_threads_changes_nothing("amx_int8")
+
+
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 1088])
+@both_rows
+def test_groups_of_many_tiles_and_parts_of_tiles(row: str, act_bits: int, group: int, amx: Emulator) -> None:
+    """1088 rows are 17 tiles of int8, more than a kernel unrolls; the last group has 7."""
+    shape = Shape(group * 3 + 7, 49, group)
+    weight = random_weight(shape)
+    torch.manual_seed(group)
+    x = torch.randn(50, shape.k).bfloat16()
+    with forced(row), poisoned_memory(), threads(2):
+        y = mm(x, packed(weight), None, act_bits)
+    data = (x, weight.q, weight.z, weight.s, group)
+    if act_bits == 8:
+        assert kernels.same(y, w4a8_bits(*data))
+    else:
+        expected(*data, act_bits=16).check(y)
+
+
+# ---- what is special to these -------------------------------------------------------------------------------------
+
+
+@both_rows
+def test_there_are_as_many_products_as_there_are_tiles(row: str, act_bits: int, amx: Emulator) -> None:
+    shape = Shape(4 * 128 + 40, 72, 128)  # five column blocks: three pairs. Four groups and 40 rows of a fifth
+    weight = packed(random_weight(shape))
+    depths = 4 * 2 + 1 if act_bits == 8 else 4 * 4 + 2  # of 64 rows, of 32 rows
+    with forced(row), threads(1):
+        for m, row_tiles in ((8, 0), (9, 1), (16, 1), (17, 2), (33, 4), (128, 8), (129, 10)):
+            x = torch.randn(m, shape.k).bfloat16()
+            mm(x, weight, None, act_bits)
+            amx.reset()
+            mm(x, weight, None, act_bits)
+            total = amx.total()
+            products = row_tiles * 6 * depths
+            assert total.executed[DOTS[row]] == products
+            assert sum(count for name, count in total.executed.items() if name.startswith("tdp")) == products
+            # Two products a weight tile and two an activation tile; with 16 rows a weight tile has one.
+            assert total.executed["tileloadd"] == (products if row_tiles > 1 else products * 3 // 2)
+            sums = row_tiles * 6 * 5
+            assert total.executed["tilezero"] == total.executed["tilestored"] == sums
+            assert total.executed["ldtilecfg"] == total.executed["tilerelease"] == (row_tiles > 0)
+
+
+@both_rows
+def test_each_thread_configures_its_tiles_once(row: str, act_bits: int, amx: Emulator) -> None:
+    shape = Shape(512, 512, 128)
+    weight, x = packed(random_weight(shape)), torch.randn(64, shape.k).bfloat16()
+    with forced(row), threads(2):
+        mm(x, weight, None, act_bits)
+        amx.reset()
+        mm(x, weight, None, act_bits)
+    counters = amx.threads()
+    assert [one.executed["ldtilecfg"] for one in counters] == [1] * len(counters)
+    assert [one.executed["tilerelease"] for one in counters] == [1] * len(counters)
+    assert 1 <= len(counters) <= 2
+
+
+def test_w4a8_rows_agree_in_every_bit(amx: Emulator) -> None:
+    shape = Shape(576, 192, 64)
+    weight = packed(random_weight(shape))
+    for m in (1, 8, 16, 100):
+        torch.manual_seed(m)
+        x = torch.randn(m, shape.k)
+        results = []
+        for row in ("amx_int8", "avx512_vnni"):
+            with forced(row), poisoned_memory():
+                results.append(mm(x, weight, None, 8))
+                assert [choice.kernel.name for choice in jit.choices()] == [row]
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("shape", [(100, 40, 7), (264, 72, 128), (131, 33, 131)], ids=str)
+@both_rows
+def test_nothing_is_touched_beyond_any_buffer(
+    row: str, act_bits: int, shape: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Each buffer ends at a page that cannot be touched, and the emulator copies no byte too many."""
+    k, n, group = shape
+    spec_of = target_of(row)
+    problem = Problem(k, n, group, "bf16", "fp16", symmetric=False, bias=True, act_bits=act_bits)
+    (tmp_path / "kernel.cpp").write_text(render(KernelSpec(problem, spec_of, spec_of.tile(act_bits, "bf16"))))
+    objects = []
+    for name in (*SOURCES, "preload.c"):
+        objects.append(tmp_path / f"{name}.o")
+        subprocess.run(["gcc", "-O2", "-c", str(FOLDER / name), "-o", str(objects[-1])], check=True)
+    program, harness = tmp_path / "program", FOLDER.parent / "sanitizer_harness.cpp"
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-pthread", *spec_of.flags, "-DSYMMETRIC=0", "-DBIAS=1"]
+    command += [f'-DKERNEL="{tmp_path / "kernel.cpp"}"', str(harness), *map(str, objects), "-o", str(program)]
+    subprocess.run(command, check=True)
+    environment = {**os.environ, "AMX_EMULATOR_PERMITTED": "1"}
+    result = subprocess.run([str(program)], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and result.stdout == "sound\n", (result.returncode, result.stdout, result.stderr)
+
+
+@both_rows
+@pytest.mark.parametrize("kind", ["gcc", "clang"])
+def test_the_kernel_keeps_its_vectors_in_registers(
+    row: str, act_bits: int, kind: str, found: dict[str, str], tmp_path: Path
+) -> None:
+    """And the two tiles of each product are loaded from addresses in registers, with nothing spilled in between."""
+    if kind not in found:
+        pytest.skip(f"no {kind} here")
+    target = target_of(row)
+    problem = Problem(1024, 256, 128, "bf16", "fp16", symmetric=False, bias=False, act_bits=act_bits)
+    (tmp_path / "kernel.cpp").write_text(render(KernelSpec(problem, target, target.tile(act_bits, "bf16"))))
+    command = [*shlex.split(found[kind]), *neutral_command(target.flags)[1:]]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    listing = subprocess.run(
+        ["objdump", "-d", "-w", "--no-show-raw-insn", str(tmp_path / "kernel.so")],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    functions = {part.partition(">:")[0].rpartition("<")[2]: part for part in listing.split("\n\n") if ">:" in part}
+    hot = {name: text for name, text in functions.items() if "multiply_" in name and "tdp" in text}
+    assert len([name for name in hot if "drain" in name]) >= 2
+    for name, text in hot.items():
+        assert not [line for line in text.splitlines() if "mm" in line and ("(%rsp" in line or "(%rbp" in line)], name
+
+
+# ---- detection ----------------------------------------------------------------------------------------------------
+
+
+def problem(act_bits: int) -> Problem:
+    return Problem(512, 128, 128, "bf16", "fp16", symmetric=False, bias=False, act_bits=act_bits)
+
+
+@both_rows
+def test_with_amx_the_row_is_chosen_and_permission_asked_for_once(row: str, act_bits: int, amx: Emulator) -> None:
+    assert amx.permission_requests == 0
+    assert select.choose(problem(act_bits), machine.detect()).name == row
+    assert select.choose(problem(act_bits), machine.detect()).name == row
+    assert amx.permission_requests == 1
+
+
+@both_rows
+def test_without_permission_the_next_row_is_chosen_and_the_reason_told(
+    row: str, act_bits: int, emulator: Emulator
+) -> None:
+    with emulator.denying(), emulated_amx(emulator):
+        here = machine.detect()
+        assert select.choose(problem(act_bits), here).name == row.replace("amx_int8", "avx512_vnni").replace(
+            "amx", "avx512"
+        )
+        (reason,) = [verdict.reason for verdict in select.explain(problem(act_bits), here) if verdict.row.name == row]
+        assert reason and "does not let this process use tile registers" in reason
+        assert "alternative signal stack that is too small" in reason
+        with pytest.raises(KernelRefusedError, match="alternative signal stack"):
+            select.choose(problem(act_bits), here, forced=row)
+
+
+def test_a_cap_below_amx_hides_it(amx: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWQJIT_MAX_ISA", "avx512_bf16")
+    assert select.choose(problem(8), machine.detect()).name == "avx512_vnni"
+
+
+def test_a_machine_without_amx_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpuid, "_arch_prctl", lambda *arguments: pytest.fail("asked for tile registers"))
+    monkeypatch.setattr(machine, "_features", machine._features.__wrapped__)
+    assert "amx_tile" not in machine.detect().features
+
+
+def test_a_forked_child_asks_again_and_computes_the_same(amx: Emulator) -> None:
+    weight, x = packed(random_weight(Shape(512, 128, 128))), torch.randn(40, 512)
+    with forced("amx_int8"), threads(1):
+        wanted = mm(x, weight, None, 8)
+        asked = amx.permission_requests
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                again = amx.permission_requests == asked + 1
+                code = 0 if again and torch.equal(mm(x, weight, None, 8), wanted) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_system_call_is_the_one_that_linux_knows(tmp_path: Path) -> None:
+    """Without an override, by the C library: answered by the emulator, preloaded."""
+    library = build(tmp_path / "libamx.so", "preload.c")
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    code = "from awqjit import cpuid; print(repr(cpuid.request_tiles()))"
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "''\n"
+
+
+def test_linux_s_own_refusal_is_told() -> None:
+    """This machine has no AMX, and its operating system says so."""
+    assert "does not let this process use tile registers" in cpuid.request_tiles()
