@@ -58,7 +58,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> the file of the same folder that holds it, as the shard index says."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and name == Path(name).name for name in weight_map.values()
+        isinstance(name, str) and name == Path(name).name and name.strip(".") and name.isprintable() and len(name) < 256
+        for name in weight_map.values()
     ):
         raise FormatError(f"{index} has no usable weight_map", "Fetch it again.")
     return weight_map

@@ -291,7 +291,8 @@ def _handle(tensor: Tensor) -> int:
 
 def _tensor(handle: int) -> Tensor:
     """The tensor of a handle, which is freed."""
-    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_PyCapsule_New(handle, None, None))
+    # Not the function for a single handle: that one leaves it allocated.
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_PyCapsule_New(handle, None, None)])[0]
 
 
 def _serve(address: int) -> None:

@@ -65,6 +65,10 @@ def kernel_for(
     layout: int = LAYOUT_CPU,
 ) -> jit.Kernel:
     """The kernel that serves a call with these arguments, which are checked unless ones just like them were before."""
+    tensors = (("x", x), ("weight", weight), ("scales", scales), ("zeros", zeros), ("bias", bias), ("perm", perm))
+    for name, tensor in tensors:
+        if tensor is not None and tensor.layout is not torch.strided:
+            raise ArgumentError(name, f"layout {tensor.layout}", "a dense tensor")
     key = (
         x.dtype,
         x.device,
