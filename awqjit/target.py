@@ -28,14 +28,15 @@ class Tile:
         split_rows: largest M that runs in several such passes; 0 for one pass at most, EVERY_ROWS for any M. More rows
             share unpacked weights (the prefill path).
         row_chunk: rows of x a prefill job keeps in cache while it walks over the groups.
-        prefetch: bytes ahead of the weight stream that decode prefetches.
+        prefetch: bytes ahead of the weight stream that decode prefetches into the L1 cache for one or two rows; for
+            more it prefetches twice as far, into the L2 cache. 0 for none.
     """
 
     rows: int = 8
     blocks: int = 2
     decode_rows: int = 8
     row_chunk: int = 128
-    prefetch: int = 8192
+    prefetch: int = 4096
     split_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -105,15 +106,15 @@ VOCABULARIES: dict[str, Vocabulary] = {
         Vocabulary("avx512_int16", steps=2, chains=1, tile=Tile(split_rows=EVERY_ROWS), narrow_words=4),
         Vocabulary("avx512_fp32", steps=8, chains=8, tile=Tile(decode_rows=16, split_rows=EVERY_ROWS)),
         # Two tiles of 16 rows times two column blocks. A tile costs the same with one row as with 16.
-        Vocabulary("amx_int8", steps=2, chains=8, tile=Tile(rows=32), tiled=True),
-        Vocabulary("amx_bf16", steps=4, chains=8, tile=Tile(rows=32), tiled=True),
+        Vocabulary("amx_int8", steps=2, chains=8, tile=Tile(rows=32, blocks=4), tiled=True),
+        Vocabulary("amx_bf16", steps=4, chains=8, tile=Tile(rows=32, blocks=4), tiled=True),
         # 16 registers of 8 columns: 5 rows of 16 columns and the operands; unpacked ones take less room, for 6 rows.
-        Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(decode_rows=5, prefetch=4096, split_rows=EVERY_ROWS)),
+        Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(decode_rows=5, split_rows=EVERY_ROWS)),
         Vocabulary(
             "avx2_int16",
             steps=2,
             chains=1,
-            tile=Tile(rows=6, blocks=1, decode_rows=4, prefetch=4096, split_rows=32),
+            tile=Tile(rows=6, blocks=1, decode_rows=4, split_rows=32),
             narrow_words=4,
         ),
         Vocabulary("avx2_fp32", steps=8, chains=2, tile=Tile(rows=6, blocks=1, decode_rows=4, split_rows=8)),

@@ -2,9 +2,9 @@
 """Runs vLLM's real engine on int4 folders and writes what it answered: ``python vllm_engine.py REQUEST ANSWER``.
 
 The request is JSON: ``{"prompt": [token ids], "tokens": how many to generate, "runs": {name: {"folder": ..., more
-arguments of vllm.LLM}}}``. The answer maps each name to the tokens, the log-probabilities of the whole vocabulary at
-every position, and for each layer with a kernel of vLLM's mixed-precision table the kernel's name and what it decided;
-or to the traceback.
+arguments of vllm.LLM}}}``; a run may have a ``prompt`` and ``tokens`` of its own, and ``"logprobs": false``. The answer
+maps each name to the tokens, the log-probabilities of the whole vocabulary at every position, and for each layer with
+a kernel of vLLM's mixed-precision table the kernel's name and what it decided; or to the traceback.
 """
 
 from __future__ import annotations
@@ -50,21 +50,24 @@ def table(logprobs: Any) -> list[float]:
     return [logprobs[token].logprob for token in range(len(logprobs))]
 
 
-def run(prompt: list[int], tokens: int, folder: str, **settings: Any) -> dict[str, Any]:
+def run(folder: str, prompt: list[int], tokens: int, logprobs: bool = True, **settings: Any) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
     inspects = "distributed_executor_backend" in settings  # in this process: a function can be handed to the model
     llm = LLM(folder, **(SETTINGS | settings))
     try:
+        every = -1 if logprobs else None
         wanted = SamplingParams(
-            temperature=0, max_tokens=tokens, logprobs=-1, prompt_logprobs=-1, detokenize=False, ignore_eos=True
+            temperature=0, max_tokens=tokens, logprobs=every, prompt_logprobs=every, detokenize=False, ignore_eos=True
         )
         answer = llm.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)[0]
         generated = answer.outputs[0]
         return {
             "tokens": list(generated.token_ids),
-            "logprobs": [table(position) for position in (*answer.prompt_logprobs[1:], *generated.logprobs)],
+            "logprobs": [table(position) for position in (*answer.prompt_logprobs[1:], *generated.logprobs)]
+            if logprobs
+            else [],
             "kernels": llm.apply_model(kernels)[0] if inspects else {},
         }
     finally:
@@ -79,7 +82,7 @@ def main() -> None:
     for name, settings in request["runs"].items():
         print(f"==== {name}", flush=True)
         try:
-            answers[name] = run(request["prompt"], request["tokens"], **settings)
+            answers[name] = run(**{"prompt": request["prompt"], "tokens": request["tokens"]} | settings)
         except Exception:
             answers[name] = {"error": traceback.format_exc()}
     Path(sys.argv[2]).write_text(json.dumps(answers))

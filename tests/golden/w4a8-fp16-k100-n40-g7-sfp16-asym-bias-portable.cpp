@@ -4,7 +4,7 @@
 // y[m, n] = sum over k of x[m, k] * (q[k, n] - z[group of k, n]) * s[group of k, n] + bias[n]
 //   x, y fp16, scales fp16, zero points 0 to 15, w4a8
 //   target portable: vocabulary portable
-//   tile Tile(rows=2, blocks=1, decode_rows=2, row_chunk=128, prefetch=8192, split_rows=0)
+//   tile Tile(rows=2, blocks=1, decode_rows=2, row_chunk=128, prefetch=4096, split_rows=0)
 // c++ -std=c++17 -O3 -g0 -fPIC -shared -fvisibility=hidden -ffp-contract=off -fno-exceptions -fno-rtti -Wl,--as-needed -Wno-psabi kernel.cpp -o kernel.so -lm
 #include <stddef.h>
 #include <stdint.h>
@@ -104,6 +104,7 @@ typedef float Activation;
 constexpr int64_t STEPS = 8;  // operands of a word: its rows, one by one
 
 INLINE void prefetch(const char *p) { __builtin_prefetch(p); }
+INLINE void prefetch_into_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
 template <class T> INLINE T load_as(const void *p) {
   T v;
   __builtin_memcpy(&v, p, sizeof v);
@@ -251,7 +252,8 @@ NOINLINE void prepare_units(const Call &call, const Prepared &prepared, int64_t 
 // ---- decode: few rows ---------------------------------------------------------------------------------------------
 // A pass reads the weights of a column block, splits them in registers and multiplies them with up to 2 rows. For
 // as many rows or fewer the weight bytes are the cost, and each is read once. More rows take several passes, with the
-// block in the cache after the first.
+// block in the cache after the first. One or two rows use up weights as fast as memory gives them, into the L1 cache;
+// from three rows on x needs that cache, and weights wait in the next one.
 struct Decode {
   const Call *call;
   Prepared prepared;
@@ -280,7 +282,7 @@ NOINLINE void decode_1(const Call &call, const Prepared &prepared, int64_t block
       {
         const uint32_t *const at = words + (i + 0) * 16;
         const Words word = load_words(at);
-        prefetch((const char *)at + 8192);
+        prefetch((const char *)at + 4096);
         const Operand b0 = split<0>(word, zero);
         dot_memory(a0_0, b0, x + 0 * GROUP_PADDED + (i + 0) * 8 + 0);
         const Operand b1 = split<1>(word, zero);
@@ -331,7 +333,7 @@ NOINLINE void decode_2(const Call &call, const Prepared &prepared, int64_t block
       {
         const uint32_t *const at = words + (i + 0) * 16;
         const Words word = load_words(at);
-        prefetch((const char *)at + 8192);
+        prefetch((const char *)at + 4096);
         const Operand b0 = split<0>(word, zero);
         dot_memory(a0_0, b0, x + 0 * GROUP_PADDED + (i + 0) * 8 + 0);
         dot_memory(a1_0, b0, x + 1 * GROUP_PADDED + (i + 0) * 8 + 0);
