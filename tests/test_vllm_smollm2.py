@@ -45,7 +45,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.skip(f"no real weights: {error}")
         raise  # the package came, but not with the weights that were expected
     folder = tmp_path_factory.mktemp("smollm2") / "float"
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    read = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    described = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)  # one that can be saved
+    model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     return folder
