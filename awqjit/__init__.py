@@ -10,6 +10,7 @@ from typing import Any
 
 from awqjit.errors import AwqJitError, AwqJitWarning
 from awqjit.formats.awq import awq_to_standard
+from awqjit.fusion import Fusion, fuse
 from awqjit.jit import warm
 from awqjit.modules import Int4Linear
 from awqjit.version import __version__
@@ -18,11 +19,14 @@ from awqjit.weight import QuantizedWeight
 __all__ = (
     "AwqJitError",
     "AwqJitWarning",
+    "Fusion",
     "Int4Linear",
     "QuantizedWeight",
     "__version__",
     "awq_to_standard",
     "from_pretrained",
+    "fuse",
+    "quantize_head",
     "warm",
 )
 
@@ -33,4 +37,8 @@ def __getattr__(name: str) -> Any:
         from awqjit.integrations.transformers import from_pretrained
 
         return from_pretrained
+    if name == "quantize_head":
+        from awqjit.integrations.head import quantize_head
+
+        return quantize_head
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from awqjit import cache, config, machine, places, progress, select, slots, store, toolchain
+from awqjit import cache, config, machine, packer, places, progress, select, slots, store, toolchain
 from awqjit.errors import ArgumentError, AwqJitError, ConfigError
 from awqjit.machine import Machine
 from awqjit.ops import dispatcher
@@ -66,8 +66,8 @@ def specs(
 def bake(directory: Path, wanted: Iterable[KernelSpec], show_progress: bool = True) -> tuple[Baked, ...]:
     """Compile kernels into a directory that ``AWQJIT_CACHE_PATH`` can name for any user, and that needs no writes.
 
-    The operator's dispatcher comes with them. What the directory holds already is kept. Directories are made searchable
-    and files readable for everybody, whatever the umask.
+    The operator's dispatcher and the packer of weights come with them. What the directory holds already is kept.
+    Directories are made searchable and files readable for everybody, whatever the umask.
 
     Args:
         directory: made if it does not exist.
@@ -104,6 +104,7 @@ def bake(directory: Path, wanted: Iterable[KernelSpec], show_progress: bool = Tr
     todo = _distinct(wanted)
     if todo:
         build(dispatcher.request())
+        build(packer.request())
     failure: AwqJitError | None = None
     done: list[Baked] = []
     with progress.bar("compiling kernels", len(todo), show_progress) as step, ThreadPoolExecutor(slots.most()) as pool:
@@ -199,4 +200,4 @@ def _open_to_all(kernel: Path) -> None:
     kernel.chmod(0o755)
     for name in (store.SOURCE, store.LOG, store.META):
         (kernel / name).chmod(0o644)
-    (kernel / store.LIBRARY).chmod(0o755)
+    store.product(kernel).chmod(0o755)

@@ -70,9 +70,9 @@ def fetch(request: Request) -> Artifact:
     start = time.perf_counter()
     found, origin = _find_or_build(request)
     if origin == "cache":
-        store.note_use(found)
+        store.note_use(found / store.META)
     seconds = time.perf_counter() - start if origin == "built" else 0.0
-    return Artifact(found / store.LIBRARY, found, seconds, origin)
+    return Artifact(store.product(found), found, seconds, origin)
 
 
 def find(request: Request) -> Artifact | None:
@@ -85,7 +85,7 @@ def find(request: Request) -> Artifact | None:
     for origin, baked in (("baked", True), ("cache", False)):
         found = search.by_slug(place for place in trusted if place.baked is baked)
         if found is not None:
-            return Artifact(found / store.LIBRARY, found, 0.0, origin)
+            return Artifact(store.product(found), found, 0.0, origin)
     return None
 
 
@@ -105,7 +105,7 @@ def replace(request: Request, unusable: Artifact, reason: str) -> Artifact:
         logger.warning("the stored kernel %s cannot be loaded and is not used: %s", unusable.directory, reason)
     start = time.perf_counter()
     found, origin = _find_or_build(request, _Unusable(unusable.directory))
-    return Artifact(found / store.LIBRARY, found, time.perf_counter() - start if origin == "built" else 0.0, origin)
+    return Artifact(store.product(found), found, time.perf_counter() - start if origin == "built" else 0.0, origin)
 
 
 def discard(artifact: Artifact) -> None:
@@ -128,7 +128,7 @@ class _Unusable:
     @staticmethod
     def _status(directory: Path) -> tuple[int, int] | None:
         try:
-            status = os.stat(directory / store.LIBRARY)
+            status = os.stat(store.product(directory))
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns
@@ -152,7 +152,7 @@ def bake(request: Request, compiler: toolchain.Compiler, place: Path) -> Artifac
     start = time.perf_counter()
     target, wanted = place / request.directory_name(compiler), request.identity(compiler)
     if not store.check(target, wanted):
-        return Artifact(target / store.LIBRARY, target, 0.0, "baked")
+        return Artifact(store.product(target), target, 0.0, "baked")
     directory = place / store.passing_name("build")
     directory.mkdir(mode=0o755)
     try:
@@ -165,7 +165,7 @@ def bake(request: Request, compiler: toolchain.Compiler, place: Path) -> Artifac
     reason = store.check(target, wanted)
     if reason:
         raise OSError(f"{target.name}: {reason}")
-    return Artifact(target / store.LIBRARY, target, time.perf_counter() - start, "built")
+    return Artifact(store.product(target), target, time.perf_counter() - start, "built")
 
 
 def _find_or_build(request: Request, unusable: _Unusable | None = None) -> tuple[Path, str]:
@@ -182,14 +182,14 @@ def _find_or_build(request: Request, unusable: _Unusable | None = None) -> tuple
         named = (str(place.path) + (f" ({place.reason})" if place.reason else "") for place in searched)
         return _or_raise(search.by_slug(writable), KernelMissingError(request.slug, tuple(named))), "cache"
     # Most processes find all they need by the compiler's file, and never spend the time to start and try it.
-    stamp = toolchain.likely_stamp()
+    stamp = request.builder.likely_stamp()
     if stamp is not None:
         found = search.by_slug(writable, {"compiler_file": stamp})
         if found is not None:
             return found, "cache"
     while True:
         try:
-            compiler = toolchain.find_compiler()
+            compiler = request.builder.find_compiler()
         except NoCompilerError as error:
             if config.CXX.read():
                 raise
@@ -289,10 +289,10 @@ def _build_in(
     """
     start = time.perf_counter()
     store.sweep(target.parent, now=directory.stat().st_mtime)
-    source, library = directory / store.SOURCE, directory / store.LIBRARY
+    source, library = directory / store.SOURCE, directory / request.builder.PRODUCT
     source.write_text(request.source, encoding="utf-8", newline="\n")
     try:
-        log = toolchain.compile_shared(
+        log = request.builder.compile_shared(
             compiler, source, request.flags, library, config.COMPILE_TIMEOUT.read(), request.slug
         )
     except CompileError as error:
@@ -302,7 +302,7 @@ def _build_in(
                 raise OSError(code, text, str(directory)) from error
         kept = store.keep_failed(directory, target)
         source = kept / store.SOURCE
-        command = toolchain.absolute_command(compiler, request.flags, source, kept / store.LIBRARY)
+        command = request.builder.absolute_command(compiler, request.flags, source, kept / library.name)
         store.write_log(kept, command, output)
         raise CompileError(request.slug, command, str(source), output) from None
     store.seal(directory, request, compiler, log, time.perf_counter() - start)

@@ -7,9 +7,7 @@ import json
 import math
 import os
 import shutil
-import struct
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +16,13 @@ from typing import Any
 
 import torch
 
+from awqjit import shards
 from awqjit.errors import ArgumentError, FormatError, MissingDependencyError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+_CHUNK = 1 << 17  # values compared at a time
 
 
 def _safetensors() -> Any:
@@ -29,9 +30,7 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError:
-        raise MissingDependencyError(
-            "safetensors", "reading and writing model folders", "pip install safetensors"
-        ) from None
+        raise MissingDependencyError("safetensors", "writing model folders", "pip install safetensors") from None
     return safetensors
 
 
@@ -65,55 +64,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file: name -> {dtype, shape, data_offsets}."""
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > path.stat().st_size - 8:
-                raise ValueError("it is shorter than its header says")
-            header = json.loads(file.read(size))
-            header.pop("__metadata__", None)
-            end = max((_end(name, entry) for name, entry in header.items()), default=0)
-            if 8 + size + end > path.stat().st_size:
-                raise ValueError("it is shorter than its header says")
-    except FileNotFoundError:
-        raise FormatError(f"the shard {path} is missing", "Fetch it again.") from None
-    except IsADirectoryError:
-        raise FormatError(f"the shard {path} is a folder", "Fetch it again.") from None
-    except OSError as error:
-        raise FormatError(f"the shard {path} cannot be read ({error.strerror})", "Check the file.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error) as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
-        raise FormatError(f"{path} is not a complete safetensors file ({reason})", "Fetch it again.") from None
-    return header
-
-
-def _end(name: str, entry: dict[str, Any]) -> int:
-    """Where a tensor's bytes end, once its entry in the header is found to be one."""
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    sizes = [*shape, *offsets]
-    if not isinstance(entry["dtype"], str) or any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError(f"{name} has no dtype, shape or place")
-    start, end = offsets
-    if start > end:
-        raise ValueError(f"{name} ends before it starts")
-    return int(end)
-
-
-# Copied at a time: torch does not split so small an operation over threads, so that several layers can be read at once.
-_CHUNK = 32_767
-
-
-def _copy(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor's values in memory of their own."""
-    out = torch.empty(source.shape, dtype=dtype)
-    flat, wanted = source.reshape(-1), out.view(-1)
-    for start in range(0, flat.shape[0], _CHUNK):
-        wanted[start : start + _CHUNK].copy_(flat[start : start + _CHUNK])
-    return out
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """The tensors of a model folder, by name. Nothing is read until asked for.
@@ -123,12 +73,14 @@ class Checkpoint:
         config: the contents of its config.json.
         files: tensor name -> the shard that holds it.
         shapes: tensor name -> shape.
+        entries: tensor name -> where it is in its shard.
     """
 
     folder: Path
     config: dict[str, Any]
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
+    entries: dict[str, shards.Entry]
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
@@ -147,7 +99,7 @@ class Checkpoint:
         # An index that does not name the single file is left over from another model: transformers ignores it too.
         if weight_map is not None and (SINGLE in weight_map.values() or not (folder / SINGLE).exists()):
             files = {name: folder / shard for name, shard in weight_map.items()}
-            headers = {path: _header(path) for path in sorted(set(files.values()))}
+            headers = {path: shards.entries(path) for path in sorted(set(files.values()))}
             lost = [name for name, path in files.items() if name not in headers[path]]
             if lost:
                 raise FormatError(
@@ -165,43 +117,33 @@ class Checkpoint:
             if len(paths) > 1:
                 names = ", ".join(path.name for path in paths)
                 raise FormatError(f"{folder} has several shards ({names}) but no {INDEX}", "Fetch the index too.")
-            headers = {paths[0]: _header(paths[0])}
+            headers = {paths[0]: shards.entries(paths[0])}
             files = dict.fromkeys(headers[paths[0]], paths[0])
-        shapes = {name: tuple(headers[path][name]["shape"]) for name, path in files.items()}
-        return cls(folder, config, files, shapes)
+        entries = {name: headers[path][name] for name, path in files.items()}
+        return cls(folder, config, files, {name: entry.shape for name, entry in entries.items()}, entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def read(self, *names: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Read tensors.
-
-        The result owns its memory: the file is mapped only while it is read, so that neither a deleted shard nor its
-        resident pages outlive the call.
+    def read(
+        self, *names: str, dtype: torch.dtype | None = None, into: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors. Nothing of the files is kept open or mapped.
 
         Args:
             names: the tensors.
             dtype: convert floating tensors to it; None leaves every tensor as it is on disk.
+            into: uint8, :meth:`room_for` bytes: memory that the tensors are to share. None: each gets its own.
 
         Raises:
             KeyError: a name that is not in the checkpoint.
             FormatError: the file is damaged.
         """
-        safetensors = _safetensors()
-        by_file: dict[Path, list[str]] = defaultdict(list)
-        for name in names:
-            by_file[self.files[name]].append(name)
-        tensors: dict[str, torch.Tensor] = {}
-        for path, members in by_file.items():
-            try:
-                with safetensors.safe_open(str(path), framework="pt", device="cpu") as shard:
-                    for name in members:
-                        mapped = shard.get_tensor(name)
-                        wanted = dtype if dtype is not None and mapped.is_floating_point() else mapped.dtype
-                        tensors[name] = _copy(mapped, wanted)
-            except safetensors.SafetensorError as error:
-                raise FormatError(f"{path} is not a sound safetensors file: {error}", "Fetch it again.") from None
-        return tensors
+        return shards.read({name: self.entries[name] for name in names}, dtype=dtype, into=into)
+
+    def room_for(self, *names: str) -> int:
+        """Bytes that :meth:`read` needs ``into`` to have."""
+        return shards.room_for(self.entries[name] for name in names)
 
     def equal(self, first: str, second: str) -> bool:
         """Whether two tensors have the same shape and values, read a few rows at a time.
@@ -213,18 +155,14 @@ class Checkpoint:
         shape = self.shapes[first]
         if shape != self.shapes[second] or not shape:
             return shape == self.shapes[second] and torch.equal(self.read(first)[first], self.read(second)[second])
-        safetensors = _safetensors()
-        step = max(1, _CHUNK * shape[0] // max(1, math.prod(shape)))
-        try:
-            with (
-                safetensors.safe_open(str(self.files[first]), framework="pt", device="cpu") as one,
-                safetensors.safe_open(str(self.files[second]), framework="pt", device="cpu") as other,
-            ):
-                left, right = one.get_slice(first), other.get_slice(second)
-                parts = (slice(row, row + step) for row in range(0, shape[0], step))
-                return all(torch.equal(left[part].float(), right[part].float()) for part in parts)
-        except safetensors.SafetensorError as error:
-            raise FormatError(f"{self.folder} holds a damaged safetensors file: {error}", "Fetch it again.") from None
+        one, other = self.entries[first], self.entries[second]
+        rows = max(1, _CHUNK * shape[0] // max(1, math.prod(shape)))
+        return all(
+            torch.equal(
+                *(shards.read({"": entry.rows(row, row + rows)})[""].to(torch.float64) for entry in (one, other))
+            )
+            for row in range(0, shape[0], rows)
+        )
 
 
 class FolderWriter:

@@ -41,6 +41,16 @@ class FormatError(AwqJitError, ValueError):
         return f"{what}. {remedy}" if remedy else what
 
 
+class LostScaleError(FormatError):
+    """A scale of an int4 layer is NaN or infinite."""
+
+    def __init__(self) -> None:
+        super().__init__("a scale is NaN or infinite", "The checkpoint is damaged: fetch or quantize it again.")
+
+    def __reduce__(self) -> tuple[type[LostScaleError], tuple[()]]:
+        return LostScaleError, ()
+
+
 class CheckpointMismatchError(AwqJitError, ValueError):
     """A checkpoint's tensors are not those of its model: names are missing or left over, or shapes differ."""
 
@@ -94,6 +104,17 @@ class NoCompilerError(AwqJitError, RuntimeError):
         )
 
 
+class SyclError(AwqJitError, RuntimeError):
+    """SYCL's run-time library, a device or a kernel on it does not do what it should."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(what, reason)
+
+    def __str__(self) -> str:
+        what, reason = self.args
+        return f"{what}: {reason}"
+
+
 class NumbaError(AwqJitError, RuntimeError):
     """numba is installed, and cannot be imported or cannot compile its functions here."""
 
@@ -102,6 +123,16 @@ class NumbaError(AwqJitError, RuntimeError):
 
     def __str__(self) -> str:
         return f"numba does not work here: {self.args[0]}"
+
+
+class TritonError(AwqJitError, RuntimeError):
+    """Triton cannot be used on a device: it is not installed, fails there, or computes something else."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"triton does not work here: {self.args[0]}"
 
 
 class CompileError(AwqJitError, RuntimeError):

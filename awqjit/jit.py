@@ -10,25 +10,33 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from awqjit import cache, config, launch, machine, progress, reference, select, slots
+from awqjit import cache, config, launch, machine, progress, records, reference, select, slots
+from awqjit.backends import triton
+from awqjit.backends.dense import DenseKernel
 from awqjit.backends.numba import NumbaKernel
 from awqjit.errors import (
     ArgumentError,
     AwqJitError,
     AwqJitWarning,
     CompileError,
+    KernelMissingError,
     KernelRefusedError,
     NoCompilerError,
     NumbaError,
+    SyclError,
+    TritonError,
 )
 from awqjit.layout import PackedWeight, unpack
 from awqjit.render import render
-from awqjit.spec import Problem
+from awqjit.spec import KernelSpec, Problem
+from awqjit.xpu import device as xpu_device
+from awqjit.xpu import selftest
 
 DTYPE_NAMES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -58,7 +66,17 @@ class TorchKernel:
 
 
 WITHOUT_COMPILER: dict[str, Callable[[Problem], Kernel]] = {"numba": NumbaKernel.load, "torch": TorchKernel}
-"""Rows that are not C++ -> what makes their kernel for a problem."""
+"""The CPU's rows that are not C++ -> what makes their kernel for a problem."""
+
+ON_ACCELERATORS: dict[tuple[str, str], Callable[[Problem, str], Kernel]] = {
+    ("xpu", "sycl_dpas"): partial(selftest.load, "sycl_dpas"),
+    ("xpu", "sycl"): partial(selftest.load, "sycl"),
+    ("xpu", "triton"): triton.TritonKernel.load,
+    ("xpu", "torch"): DenseKernel,
+    ("cuda", "triton"): triton.TritonKernel.load,
+    ("cuda", "torch"): DenseKernel,
+}
+"""(type of device, row) -> what makes the row's kernel for a problem on one device, "xpu:0" for example."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,7 @@ class Choice:
         origin: "built", "cache" or "baked" for a compiled kernel; else the row's name, "numba" or "torch".
         compile_seconds: time in the compiler or in numba; 0 when the kernel came from a cache or was there.
         seconds: time for everything: selecting, rendering, compiling or finding, loading.
+        device: what it computes on, "cpu" or for example "xpu:0".
     """
 
     problem: Problem
@@ -80,6 +99,7 @@ class Choice:
     origin: str
     compile_seconds: float
     seconds: float
+    device: str = "cpu"
 
 
 class _Memo:
@@ -87,8 +107,8 @@ class _Memo:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.building: dict[Problem, threading.Lock] = {}
-        self.choices: dict[Problem, Choice] = {}
+        self.building: dict[tuple[Problem, str], threading.Lock] = {}
+        self.choices: dict[tuple[Problem, str], Choice] = {}
         self.warned: set[str] = set()
 
 
@@ -120,47 +140,69 @@ def choices() -> tuple[Choice, ...]:
         return tuple(_memo.choices.values())
 
 
-def choose(problem: Problem) -> Choice:
+def choose(problem: Problem, device: str = "cpu") -> Choice:
     """The kernel for a problem: the one already chosen, else selected and made ready now.
 
     Thread-safe: other threads that want the same problem wait for the one that builds it.
 
+    Args:
+        problem: what is to be computed.
+        device: where, "cpu" or for example "xpu:0".
+
     Raises:
+        MissingDependencyError: the device is an XPU, and what compiles for it is not installed.
         KernelRefusedError: ``AWQJIT_KERNEL`` names a row that does not exist or refuses the problem.
         KernelMissingError: ``AWQJIT_JIT=0`` and the kernel is in no cache.
         NoCompilerError, CompileError, NumbaError: only when ``AWQJIT_KERNEL`` forces a row that has to be compiled.
     """
-    choice = _memo.choices.get(problem)
+    key = (problem, device)
+    choice = _memo.choices.get(key)
     if choice is not None:
         return choice
     memo = _memo
     with memo.lock:
-        building = memo.building.setdefault(problem, threading.Lock())
+        building = memo.building.setdefault(key, threading.Lock())
     with building:
-        choice = memo.choices.get(problem)
+        choice = memo.choices.get(key)
         if choice is None:
-            choice = _make(problem)
+            choice = _make(problem, device)
             with memo.lock:
-                memo.choices[problem] = choice
+                memo.choices[key] = choice
     return choice
 
 
-def _make(problem: Problem) -> Choice:
+def prepare(device: str) -> None:
+    """Find out, before a layer is packed for a device, that it computes right there; warn once if not.
+
+    Raises:
+        MissingDependencyError: the device is an XPU, and what compiles for it is not installed.
+    """
+    if device.partition(":")[0] in ("xpu", "cuda"):
+        choose(selftest.problem(16, "fp16"), device)
+
+
+def _make(problem: Problem, device: str) -> Choice:
     """Walk down the selection table until a row accepts the problem and its kernel can be had."""
     start = time.perf_counter()
-    here, forced = machine.detect(), config.KERNEL.read()
-    select.choose(problem, here, forced=forced)  # raises when the forced row does not exist or refuses
+    here, forced, kind = machine.detect(), config.KERNEL.read(), device.partition(":")[0]
+    if kind == "xpu":
+        here = xpu_device.describe(here, device)
+        if forced is None:
+            xpu_device.require_wheels()
+    elif kind == "cuda":
+        here = triton.describe(here)
+    select.choose(problem, here, kind, forced)  # raises when the forced row does not exist or refuses
     refusals: list[tuple[str, str]] = []
     broken: list[tuple[str, str, str]] = []
-    for verdict in select.explain(problem, here, forced=forced):
+    for verdict in select.explain(problem, here, kind, forced):
         row, reason = verdict.row, verdict.reason
         if reason is None:
             try:
-                choice = _ready(problem, row, tuple(refusals), start)
+                choice = _ready(problem, row, device, tuple(refusals), start)
                 if forced is None:
                     _warn_of_fallback(row, refusals, broken)
                 return choice
-            except (NoCompilerError, CompileError, NumbaError, OSError) as error:
+            except (NoCompilerError, CompileError, NumbaError, SyclError, TritonError, OSError) as error:
                 # A row that was asked for by name must not be replaced in silence.
                 if forced is not None:
                     raise
@@ -184,7 +226,13 @@ def _warn_of_fallback(row: select.Row, refusals: list[tuple[str, str]], broken: 
         _warn(f"the kernel row {names} cannot be built here, {row.name} is used", told)
 
 
-def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], ...], start: float) -> Choice:
+def _ready(
+    problem: Problem, row: select.Row, device: str, refusals: tuple[tuple[str, str], ...], start: float
+) -> Choice:
+    if row.device != "cpu":
+        kernel = ON_ACCELERATORS[row.device, row.name](problem, device)
+        origin, seconds = getattr(kernel, "origin", row.name), getattr(kernel, "seconds", 0.0)
+        return Choice(problem, kernel, refusals, origin, seconds, time.perf_counter() - start, device)
     spec = row.spec(problem)
     if spec is None:
         if row.name == "numba" and not config.JIT.read():
@@ -194,19 +242,36 @@ def _ready(problem: Problem, row: select.Row, refusals: tuple[tuple[str, str], .
         kernel = WITHOUT_COMPILER[row.name](problem)
         seconds = kernel.seconds if isinstance(kernel, NumbaKernel) else 0.0
         return Choice(problem, kernel, refusals, row.name, seconds, time.perf_counter() - start)
+    kernel, artifact = _compiled(spec)
+    return Choice(problem, kernel, refusals, artifact.origin, artifact.seconds, time.perf_counter() - start)
+
+
+def _compiled(spec: KernelSpec) -> tuple[launch.CompiledKernel, cache.Artifact]:
+    """The kernel with the tile that tuning found, else with the row's default: both give the same results."""
+    tuned = records.tuned(spec)
+    if tuned.tile != spec.tile:
+        try:
+            return _loaded(tuned)
+        except (KernelMissingError, NoCompilerError, CompileError, OSError) as error:
+            # A cache that is read only, or baked, may hold the default kernel alone.
+            reason = error.first_error if isinstance(error, CompileError) else str(error)
+            _warn("a tuned kernel cannot be had, the one with the default tile runs", [(tuned.slug, reason)])
+    return _loaded(spec)
+
+
+def _loaded(spec: KernelSpec) -> tuple[launch.CompiledKernel, cache.Artifact]:
     request = cache.Request(spec.slug, render(spec), spec.target.flags)
     artifact = cache.fetch(request)
     try:
-        kernel = launch.CompiledKernel.load(spec, artifact.path)
+        return launch.CompiledKernel.load(spec, artifact.path), artifact
     except OSError as error:
         # Replaced by another process between the look and the load; or whole, and still not for this system.
         artifact = cache.replace(request, artifact, str(error))
         try:
-            kernel = launch.CompiledKernel.load(spec, artifact.path)
+            return launch.CompiledKernel.load(spec, artifact.path), artifact
         except OSError:
             cache.discard(artifact)
             raise
-    return Choice(problem, kernel, refusals, artifact.origin, artifact.seconds, time.perf_counter() - start)
 
 
 def grouped(reasons: Iterable[tuple[str, str]]) -> tuple[str, ...]:
@@ -237,12 +302,18 @@ def problems(model: torch.nn.Module, dtype: torch.dtype | None = None) -> tuple[
     Raises:
         ArgumentError: no dtype was given and the model has no floating-point parameter.
     """
+    return tuple(dict.fromkeys(problem for problem, _ in _placed(model, dtype)))
+
+
+def _placed(model: torch.nn.Module, dtype: torch.dtype | None) -> tuple[tuple[Problem, str], ...]:
+    """The distinct problems of a model's int4 layers, each with the device it is computed on."""
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype in DTYPE_NAMES), None)
         if dtype is None:
             raise ArgumentError("dtype", None, f"one of {', '.join(map(str, DTYPE_NAMES))}: the model has no parameter")
     layers = (module for module in model.modules() if callable(getattr(module, "problem", None)))
-    return tuple(dict.fromkeys(layer.problem(dtype) for layer in layers))  # type: ignore[operator]
+    found = ((layer.problem(dtype), str(getattr(layer, "computes_on", "cpu"))) for layer in layers)  # type: ignore[operator]
+    return tuple(dict.fromkeys(found))
 
 
 def warm(
@@ -255,7 +326,7 @@ def warm(
     """Make the kernels of a model ready ahead of their first use, compiling several at once.
 
     Args:
-        what: a model with int4 layers, or problems.
+        what: a model with int4 layers, where they are; or problems, for the CPU.
         dtype: dtype of the activations, if ``what`` is a model; None takes that of its parameters.
         jobs: compilers run at once; None takes ``AWQJIT_JOBS``, else as many as cores and memory allow.
         show_progress: show a progress bar on stderr (needs rich).
@@ -267,8 +338,11 @@ def warm(
         ArgumentError: ``jobs`` is less than 1.
         AwqJitError: what :func:`choose` raises for the first problem that fails; the others are finished first.
     """
-    wanted = problems(what, dtype) if isinstance(what, torch.nn.Module) else tuple(dict.fromkeys(what))
-    for problem in wanted:
+    if isinstance(what, torch.nn.Module):
+        wanted = _placed(what, dtype)
+    else:
+        wanted = tuple((problem, "cpu") for problem in dict.fromkeys(what))
+    for problem, _ in wanted:
         if not isinstance(problem, Problem):
             raise ArgumentError("what", repr(problem), "a model with int4 layers, or Problems")
     if jobs is not None and jobs < 1:
@@ -279,7 +353,7 @@ def warm(
     pool = ThreadPoolExecutor(jobs or slots.most(), initializer=slots.choose, initargs=(jobs,))
     with progress.bar("compiling kernels", len(wanted), show_progress) as step, pool:
         try:
-            for future in [pool.submit(choose, problem) for problem in wanted]:
+            for future in [pool.submit(choose, *one) for one in wanted]:
                 try:
                     done.append(future.result())
                 except AwqJitError as error:

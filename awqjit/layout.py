@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed form that CPU kernels read: 16 columns by 8 rows of W in each run of 64 bytes.
+"""Packed weights, and the form of them that CPU kernels read: 16 columns by 8 rows of W in each run of 64 bytes.
+
+Layout 1 is described here, layout 2, which GPU kernels read, in :mod:`awqjit.fragments`.
 
 One 32-bit word holds 8 consecutive k of one column, even k in the low half and odd k in the high half::
 
@@ -23,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from awqjit import pages
+from awqjit import fragments, pages
 from awqjit.errors import ArgumentError, FormatError
 from awqjit.weight import (
     SCALE_DTYPES,
@@ -37,10 +39,14 @@ from awqjit.weight import (
 LAYOUT_CPU = 1
 """The number of the layout described above, as operators and serialised models carry it."""
 
+LAYOUT_GPU = 2
+"""The number of the layout of :mod:`awqjit.fragments`."""
+
 BLOCK = 16
 """Columns of one block."""
 
-_NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]  # the row, counted from the word's first, that each nibble of a packed word holds
+NIBBLE_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The row, counted from the word's first, that each nibble of a packed word holds."""
 
 # A weight is packed a piece at a time: the temporaries stay in a core's cache and cost no memory to speak of, and torch
 # does not split so small an operation over threads, so that several layers can be packed at once.
@@ -59,19 +65,33 @@ def packed_rows(k: int, group_size: int) -> int:
     return whole * padded_group_rows(k, group_size) + 8 * ceil_div(k - whole * group_size, 8)
 
 
+def layout_for(device: torch.device) -> int:
+    """The number of the layout that kernels for a device read."""
+    return LAYOUT_CPU if device.type in ("cpu", "meta") else LAYOUT_GPU
+
+
+def packed_shapes(layout: int, k: int, n: int, group_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the packed weight and of its scales."""
+    blocks, groups = ceil_div(n, BLOCK), ceil_div(k, group_size)
+    if layout == LAYOUT_CPU:
+        return (blocks, packed_rows(k, group_size) // 8, BLOCK), (blocks, groups, BLOCK)
+    return fragments.shape(k, n), (groups, fragments.padded(n))
+
+
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """An int4 weight as CPU kernels read it. Let B = ceil(N / 16) and G = ceil(K / group_size).
+    """An int4 weight as kernels read it. Let B = ceil(N / 16) and G = ceil(K / group_size).
 
     Attributes:
-        weight: int32 [B, packed_rows(K, group_size) / 8, 16], words as drawn above.
-        scales: fp16, bf16 or fp32 [B, G, 16]; 0 in padding columns.
-        zeros: uint8 [B, G, 16], or None when every zero point is 8.
+        weight: int32 [B, packed_rows(K, group_size) / 8, 16], words as drawn above; in layout 2 int32
+            [B, ceil(K / 32), 16, 4].
+        scales: fp16, bf16 or fp32 [B, G, 16], in layout 2 [G, 16 B]; 0 in padding columns.
+        zeros: uint8 of the scales' shape, or None when every zero point is 8.
         perm: int32 [K] for act-order, or None. Row j of the packed weight multiplies ``x[..., perm[j]]``.
         in_features: K.
         out_features: N.
         group_size: rows that share a scale, 1 to K.
-        layout: the layout's number.
+        layout: the layout's number: 1 or 2.
 
     Raises:
         ArgumentError: any of that does not hold.
@@ -87,19 +107,19 @@ class PackedWeight:
     layout: int = LAYOUT_CPU
 
     def __post_init__(self) -> None:
-        if self.layout != LAYOUT_CPU:
-            raise ArgumentError("layout", self.layout, f"{LAYOUT_CPU}: this version reads no other layout")
+        if self.layout not in (LAYOUT_CPU, LAYOUT_GPU):
+            wanted = f"{LAYOUT_CPU} or {LAYOUT_GPU}: this version reads no other layout"
+            raise ArgumentError("layout", self.layout, wanted)
         for name in ("in_features", "out_features"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, getattr(self, name), "at least 1")
         if not 1 <= self.group_size <= self.in_features:
             raise ArgumentError("group_size", self.group_size, f"1 to in_features={self.in_features}")
-        blocks, groups = ceil_div(self.out_features, BLOCK), ceil_div(self.in_features, self.group_size)
-        words = packed_rows(self.in_features, self.group_size) // 8
-        check_tensor("weight", self.weight, (blocks, words, BLOCK), torch.int32)
-        check_tensor("scales", self.scales, (blocks, groups, BLOCK), *SCALE_DTYPES)
+        words, scales = packed_shapes(self.layout, self.in_features, self.out_features, self.group_size)
+        check_tensor("weight", self.weight, words, torch.int32)
+        check_tensor("scales", self.scales, scales, *SCALE_DTYPES)
         if self.zeros is not None:
-            check_tensor("zeros", self.zeros, (blocks, groups, BLOCK), torch.uint8)
+            check_tensor("zeros", self.zeros, scales, torch.uint8)
         if self.perm is not None:
             check_tensor("perm", self.perm, (self.in_features,), torch.int32)
         for name in ("weight", "scales", "zeros", "perm"):
@@ -111,12 +131,31 @@ class PackedWeight:
             if tensor.device != self.weight.device:
                 raise ArgumentError(name, f"device {tensor.device}", f"weight's device {self.weight.device}")
 
+    def columns(self, first: int, last: int) -> PackedWeight:
+        """Columns 16 first to 16 last - 1 of W (fewer at the end), as a packed weight; shares memory where it can."""
+        blocks, some = slice(first, last), slice(BLOCK * first, BLOCK * last)
 
-def pack(weight: QuantizedWeight) -> PackedWeight:
-    """Rearrange a canonical weight for CPU kernels. No value changes; the source's tensors are not modified.
+        def cut(rows: Tensor) -> Tensor:
+            return rows[blocks] if self.layout == LAYOUT_CPU else rows[:, some].contiguous()
+
+        return PackedWeight(
+            weight=self.weight[blocks],
+            scales=cut(self.scales),
+            zeros=None if self.zeros is None else cut(self.zeros),
+            perm=self.perm,
+            in_features=self.in_features,
+            out_features=min(BLOCK * last, self.out_features) - BLOCK * first,
+            group_size=self.group_size,
+            layout=self.layout,
+        )
+
+
+def pack(weight: QuantizedWeight, layout: int | None = None) -> PackedWeight:
+    """Rearrange a canonical weight for kernels. No value changes; the source's tensors are not modified.
 
     Args:
         weight: any canonical weight, on any device; the result is on the same device.
+        layout: the layout's number; None takes the one that kernels for the weight's device read.
 
     Returns:
         The packed weight, in memory of its own.
@@ -125,20 +164,27 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
         FormatError: an act-order weight whose groups do not have group_size rows each.
     """
     k, n, g = weight.in_features, weight.out_features, weight.group_size
-    perm = _act_order(weight)
-    words = pages.empty((ceil_div(n, BLOCK), packed_rows(k, g) // 8, BLOCK), torch.int32, weight.device)
-    if perm is None and k % 8 == 0 and (g % 8 == 0 or g == k):  # every packed word is a word already
-        _to_blocks(weight.qweight, words, _evens_then_odds)
+    perm = act_order(weight)
+    layout = layout_for(weight.device) if layout is None else layout
+    if layout == LAYOUT_CPU:
+        pad, words = _blocks_of, pages.empty(packed_shapes(layout, k, n, g)[0], torch.int32, weight.device)
+        rows = source_rows(k, g, perm, weight.device)
+        if rows is None:
+            _to_blocks(weight.qweight, words, _evens_then_odds)
+        else:
+            _gather_rows(weight.qweight, rows.view(-1, 8)[:, NIBBLE_ROWS].flatten(), words)
     else:
-        _gather_rows(weight.qweight, _rows_of_words(k, g, perm, weight.device), words)
+        pad, words = fragments.pad_columns, weight.qweight
+        words = fragments.from_words(words if perm is None else pack_nibbles(weight.values()[perm]), k)
     return PackedWeight(
         weight=words,
-        scales=_blocks_of(weight.scales),
-        zeros=None if weight.zeros is None else _blocks_of(weight.zeros),
+        scales=pad(weight.scales),
+        zeros=None if weight.zeros is None else pad(weight.zeros),
         perm=None if perm is None else perm.to(torch.int32),
         in_features=k,
         out_features=n,
         group_size=g,
+        layout=layout,
     )
 
 
@@ -152,10 +198,13 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
         The canonical weight, in memory of its own; nibbles beyond row K - 1 are 0.
     """
     k, n, g = packed.in_features, packed.out_features, packed.group_size
-    words = _from_blocks(_interleave(packed.weight), n)
+    in_blocks = packed.layout == LAYOUT_CPU
+    cut = _from_blocks if in_blocks else fragments.cut_columns
+    words = _from_blocks(_interleave(packed.weight), n) if in_blocks else fragments.to_words(packed.weight, k, n)
     g_idx = None
-    if packed.perm is not None or not (g % 8 == 0 or g == k):
-        values = unpack_nibbles(words, packed_rows(k, g))[_packed_row(k, g, words.device)]
+    if packed.perm is not None or (in_blocks and not (g % 8 == 0 or g == k)):
+        values = unpack_nibbles(words, packed_rows(k, g) if in_blocks else k)
+        values = values[_packed_row(k, g, words.device)] if in_blocks else values
         if packed.perm is not None:
             perm = packed.perm.long()
             sorted_values, values = values, torch.empty_like(values)
@@ -165,8 +214,8 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
         words = pack_nibbles(values)
     return QuantizedWeight(
         qweight=words,
-        scales=_from_blocks(packed.scales, n),
-        zeros=None if packed.zeros is None else _from_blocks(packed.zeros, n),
+        scales=cut(packed.scales, n),
+        zeros=None if packed.zeros is None else cut(packed.zeros, n),
         group_size=g,
         in_features=k,
         out_features=n,
@@ -174,7 +223,7 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
     )
 
 
-def _act_order(weight: QuantizedWeight) -> Tensor | None:
+def act_order(weight: QuantizedWeight) -> Tensor | None:
     """int64 [K]: the rows of W sorted by group (stable); None when they are sorted already."""
     if weight.g_idx is None or weight.in_group_order():
         return None
@@ -195,12 +244,13 @@ def _packed_row(k: int, g: int, device: torch.device) -> Tensor:
     return rows // g * padded_group_rows(k, g) + rows % g
 
 
-def _rows_of_words(k: int, g: int, perm: Tensor | None, device: torch.device) -> Tensor:
-    """int64 [packed_rows]: the row of W that each packed row holds, in the order of a packed word's nibbles; -1 for
-    padding."""
+def source_rows(k: int, g: int, perm: Tensor | None, device: torch.device) -> Tensor | None:
+    """int64 [packed_rows]: the row of W that each packed row holds, -1 for padding; None if each holds its own."""
+    if perm is None and k % 8 == 0 and (g % 8 == 0 or g == k):  # every packed word holds 8 neighbouring rows
+        return None
     rows = torch.full((packed_rows(k, g),), -1, device=device)
     rows[_packed_row(k, g, device)] = torch.arange(k, device=device) if perm is None else perm
-    return rows.view(-1, 8)[:, _NIBBLES].flatten()
+    return rows
 
 
 def _tiles(rows: int, blocks: int) -> Iterator[tuple[slice, slice]]:

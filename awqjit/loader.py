@@ -1,40 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filling a model skeleton from an int4 checkpoint, a few layers at a time.
+"""Filling a model skeleton from an int4 checkpoint, layer by layer.
 
 The model's parameters are on the meta device, and :func:`awqjit.plan.make_plan` has found every name and shape to fit:
-no parameter is ever left with made-up values. :func:`load` packs one layer while a thread reads the next one, and drops
-what it read: memory peaks at the packed model plus these two layers.
+no parameter is ever left with made-up values. A few threads each read one layer at a time, into memory that they use
+again for the next, and pack it: memory peaks at the packed model plus one stored layer a thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from awqjit import progress
+from awqjit import packer, pages, progress
 from awqjit.checkpoint import Checkpoint
-from awqjit.errors import ArgumentError, AwqJitWarning, FormatError
+from awqjit.errors import ArgumentError, AwqJitWarning, FormatError, LostScaleError
+from awqjit.layout import PackedWeight
 from awqjit.modules import Int4Linear
 from awqjit.plan import Plan, QuantizedLayer, StoredLayer
 from awqjit.spec import act_bits_of
 from awqjit.weight import SYMMETRIC_ZERO, QuantizedWeight
 
+_THREADS = 4
+"""The most that read and pack: more would wait for the memory, and each holds a layer."""
 
-@dataclass
-class _Read:
-    """One layer's weight (None where it is not read as int4, for the reason in ``refused``) and bias."""
 
-    weight: QuantizedWeight | None
-    bias: Tensor | None
+@dataclass(frozen=True)
+class _Loaded:
+    """One layer of the model: its module, why that is not an int4 one, and where the checkpoint contradicts itself."""
+
+    module: nn.Module
     refused: str | None
-    notes: list[str]
+    notes: tuple[str, ...]
 
 
 def load(
@@ -71,23 +76,32 @@ def load(
     act_bits_of(compute)
     refused: dict[str, str] = {}
     notes = {sentence: list(layers) for sentence, layers in plan.notes.items()}
-    with progress.bar("loading layers", len(plan.quantized) + len(plan.dense), show_progress) as advance:
-        # Embeddings are the largest tensors of small models: they come first, while little else is in memory.
-        for name, sources in plan.dense.items():
-            fp32 = any(part in name.split(".") for part in keep_fp32)
-            read = checkpoint.read(*sources, dtype=torch.float32 if fp32 else dtype)
-            _check_kind(model, name, read)
-            _set(model, name, _join([read.pop(source) for source in sources], 0))
+    reader = _Reader(checkpoint, plan, dtype, compute)
+
+    def dense(name: str, sources: Sequence[str]) -> Tensor:
+        fp32 = any(part in name.split(".") for part in keep_fp32)
+        read = checkpoint.read(*sources, dtype=torch.float32 if fp32 else dtype)
+        _check_kind(model, name, read)
+        return _join([read.pop(source) for source in sources], 0)
+
+    with (
+        progress.bar("loading layers", len(plan.quantized) + len(plan.dense), show_progress) as advance,
+        _pool(len(plan.quantized) + len(plan.dense)) as pool,
+    ):
+        # Embeddings are the largest tensors of small models: they come first, and no thread is left alone with them.
+        parameters = {name: pool.submit(dense, name, sources) for name, sources in plan.dense.items()}
+        layers = [pool.submit(reader.load, layer) for layer in plan.quantized]
+        for name in plan.dense:
+            _set(model, name, parameters.pop(name).result())
             advance()
-        for layer, read_layer in _read_ahead(checkpoint, plan.quantized):
+        for layer in plan.quantized:
+            loaded = layers.pop(0).result()
             parent, last = _parent(model, layer.name)
-            module, reason = _module(checkpoint, layer, read_layer, dtype, compute)
-            setattr(parent, last, module.train(getattr(parent, last).training))
-            if reason is not None:
-                refused[layer.name] = reason
-            for sentence in read_layer.notes:
+            setattr(parent, last, loaded.module.train(getattr(parent, last).training))
+            if loaded.refused is not None:
+                refused[layer.name] = loaded.refused
+            for sentence in loaded.notes:
                 notes.setdefault(sentence, []).append(layer.name)
-            del read_layer
             advance()
     for target, shared in plan.ties.items():
         parent, last = _parent(model, target)
@@ -96,71 +110,73 @@ def load(
     return tuple(refused)
 
 
-def _read_ahead(checkpoint: Checkpoint, layers: Sequence[QuantizedLayer]) -> Iterator[tuple[QuantizedLayer, _Read]]:
-    """The layers in their order; while one is being used, a thread reads the next.
-
-    What stays is allocated in the thread that packs, what is temporary in the other one: mixed, they would leave holes
-    in the allocator's memory that count as used.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="awqjit-load") as pool:
-        previous: tuple[QuantizedLayer, Future[_Read]] | None = None
-        for layer in layers:
-            future = pool.submit(_read_layer, checkpoint, layer)
-            try:
-                if previous is not None:
-                    yield previous[0], previous[1].result()
-            except BaseException:
-                future.cancel()
-                raise
-            previous = layer, future
-        if previous is not None:
-            yield previous[0], previous[1].result()
-
-
-def _read_layer(checkpoint: Checkpoint, layer: QuantizedLayer) -> _Read:
-    notes: list[str] = []
-    biases = [checkpoint.read(part.bias)[part.bias] for part in layer.parts if part.bias is not None]
-    bias = _join(biases, 0) if biases else None
-    refused = next((part.format.refused for part in layer.parts if part.format.refused), None)
-    if refused is not None:
-        return _Read(None, bias, refused, notes)
-    weights = [_read(checkpoint, part, notes) for part in layer.parts]
-    if len(weights) == 1:
-        return _Read(weights[0], bias, None, notes)
-    try:
-        return _Read(join_columns(weights), bias, None, notes)
-    except FormatError as error:
-        return _Read(None, bias, str(error), notes)
-
-
-def _module(
-    checkpoint: Checkpoint, layer: QuantizedLayer, read: _Read, dtype: torch.dtype, compute: str
-) -> tuple[nn.Module, str | None]:
-    """One layer, packed; dequantized if it cannot be, and why."""
-    reason = read.refused
-    if read.weight is not None:
-        weight, read.weight = read.weight, None
+@contextmanager
+def _pool(tasks: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for so many tasks. Those that have not begun when the block fails never do."""
+    threads = max(1, min(_THREADS, torch.get_num_threads(), tasks))
+    with ThreadPoolExecutor(threads, thread_name_prefix="awqjit-load") as pool:
         try:
-            return Int4Linear.from_quantized(weight, read.bias, compute=compute, format=layer.parts[0].format), None
-        except (ArgumentError, FormatError) as error:
-            reason = str(error)
-    # Read again: that a layer cannot be packed is rare, and keeping its tensors for the case would always cost memory.
-    return _linear([_dequantize(checkpoint, part).to(dtype) for part in layer.parts], read.bias), reason
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def _tensors(checkpoint: Checkpoint, part: StoredLayer) -> dict[str, Tensor]:
-    read = checkpoint.read(*part.tensors.values())
-    return {last: read.pop(source) for last, source in part.tensors.items()}
+class _Reader:
+    """Reads and packs int4 layers, in any number of threads."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, dtype: torch.dtype, compute: str) -> None:
+        self._checkpoint, self._dtype, self._compute = checkpoint, dtype, compute
+        parts = [part for layer in plan.quantized for part in layer.parts]
+        self._pack: Callable[[packer.Weight], PackedWeight] = packer.packer_for(
+            sum(part.in_features * part.out_features for part in parts)
+        )
+        self._room = max((checkpoint.room_for(*part.tensors.values()) for part in parts), default=0)
+        self._local = threading.local()
+
+    def load(self, layer: QuantizedLayer) -> _Loaded:
+        """One layer, packed; dequantized if it cannot be."""
+        notes: list[str] = []
+        biases = [self._checkpoint.read(part.bias)[part.bias] for part in layer.parts if part.bias is not None]
+        bias = _join(biases, 0) if biases else None
+        reason = next((part.format.refused for part in layer.parts if part.format.refused), None)
+        if reason is None:
+            weights = [self._weight(part, len(layer.parts), notes) for part in layer.parts]
+            try:
+                packed = self._pack(weights[0] if len(weights) == 1 else join_columns(weights))
+                module = Int4Linear(packed, bias, compute=self._compute, format=layer.parts[0].format)
+                return _Loaded(module, None, tuple(notes))
+            except LostScaleError as error:
+                raise _unreadable(layer.parts[0], error) from error
+            except (ArgumentError, FormatError) as error:
+                reason = str(error)
+        # Read again: that a layer cannot be packed is rare, and keeping its tensors for the case would cost memory.
+        floats = [self._dequantized(part).to(self._dtype) for part in layer.parts]
+        return _Loaded(_linear(floats, bias), reason, tuple(notes))
+
+    def _weight(self, part: StoredLayer, parts: int, notes: list[str]) -> Any:
+        """A weight that is packed before the next one is read; that of one of several parts is all its own."""
+        memory = None
+        if parts == 1:
+            if not hasattr(self._local, "memory"):
+                self._local.memory = pages.empty((self._room,), torch.uint8, torch.device("cpu"))
+            memory = self._local.memory
+        tensors = self._checkpoint.read(*part.tensors.values(), into=memory)
+        named = {last: tensors[source] for last, source in part.tensors.items()}
+        with _named(part):
+            if parts == 1:
+                return part.format.read_stored(named, part.in_features, part.out_features, notes=notes)
+            return part.format.read(named, part.in_features, part.out_features, notes=notes)
+
+    def _dequantized(self, part: StoredLayer) -> Tensor:
+        tensors = self._checkpoint.read(*part.tensors.values())
+        with _named(part):
+            named = {last: tensors.pop(source) for last, source in part.tensors.items()}
+            return part.format.dequantize(named, part.in_features, part.out_features)
 
 
-def _read(checkpoint: Checkpoint, part: StoredLayer, notes: list[str]) -> QuantizedWeight:
-    with _named(part):
-        return part.format.read(_tensors(checkpoint, part), part.in_features, part.out_features, notes=notes)
-
-
-def _dequantize(checkpoint: Checkpoint, part: StoredLayer) -> Tensor:
-    with _named(part):
-        return part.format.dequantize(_tensors(checkpoint, part), part.in_features, part.out_features)
+def _unreadable(part: StoredLayer, error: Exception) -> FormatError:
+    return FormatError(f"the layer {part.name} cannot be read: {error}", "")
 
 
 @contextmanager
@@ -169,7 +185,7 @@ def _named(part: StoredLayer) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, FormatError) as error:
-        raise FormatError(f"the layer {part.name} cannot be read: {error}", "") from error
+        raise _unreadable(part, error) from error
 
 
 def join_columns(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:

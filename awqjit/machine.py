@@ -52,6 +52,23 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Xpu:
+    """One Intel GPU, as selection sees it.
+
+    Attributes:
+        name: its marketing name.
+        lanes: columns that an instruction of its matrix unit (DPAS) gives, also its kernels' sub-group size: 16 or 8.
+        dpas: it has that unit.
+        no_sycl: why no SYCL kernel can be compiled for it here; None when one can.
+    """
+
+    name: str
+    lanes: int
+    dpas: bool
+    no_sycl: str | None = None
+
+
+@dataclass(frozen=True)
 class Machine:
     """One computer, as selection sees it.
 
@@ -65,6 +82,10 @@ class Machine:
         source: where the features were read, and why not in a better place.
         absent: why a feature that is not in ``features`` cannot be used, as far as known.
         no_numba: why numba cannot be used here, as far as can be told without importing it; None when it can.
+        xpu: the Intel GPU that is asked about, or None.
+        no_xpu: why there is none.
+        no_cuda: why torch has no CUDA device; None when it has one.
+        no_triton: why Triton cannot be used here, as far as can be told without importing it; None when it can.
     """
 
     architecture: str
@@ -76,26 +97,32 @@ class Machine:
     source: str = ""
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
     no_numba: str | None = None
+    xpu: Xpu | None = None
+    no_xpu: str = "no Intel GPU was looked for"
+    no_cuda: str | None = "no CUDA device was looked for"
+    no_triton: str | None = None
 
     def missing(self, features: frozenset[str]) -> str | None:
         """Why code that needs ``features`` cannot run here, or None when it can."""
-        absent = sorted(features - self.features)
-        if not absent:
+        reasons = self._reasons(features)
+        if not reasons:
             return None
-        cap = f" (AWQJIT_MAX_ISA={self.max_isa})" if self.max_isa else ""
-        reasons = dict.fromkeys(self.absent.get(name, cpuid.NOT_THERE) for name in absent)
-        reasons.pop(cpuid.NOT_THERE, None)  # needs no explanation; that something else forbids a feature does
-        why = f": {'; '.join(reasons)}" if reasons and not cap else ""
-        return f"this CPU has no {', '.join(absent)}{cap}{why}"
+        lacking = reasons.pop(cpuid.NOT_THERE, None)
+        parts = [f"this CPU has no {', '.join(lacking)}"] if lacking else []
+        return "; ".join([*parts, *(f"{', '.join(absent)}: {why}" for why, absent in reasons.items())])
+
+    def _reasons(self, features: frozenset[str]) -> dict[str, list[str]]:
+        """Why some of ``features`` cannot be used -> those it is true of."""
+        reasons: dict[str, list[str]] = {}
+        for name in sorted(features - self.features):
+            reasons.setdefault(self.absent.get(name, cpuid.NOT_THERE), []).append(name)
+        return reasons
 
     def levels(self) -> tuple[Level, ...]:
         """Every level of :func:`levels_of` with its state here, narrowest first."""
         levels = []
         for name, features in levels_of(self.architecture):
-            reasons: dict[str, list[str]] = {}
-            for feature in sorted(features - self.features):
-                reasons.setdefault(self.absent.get(feature, cpuid.NOT_THERE), []).append(feature)
-            reason = "; ".join(f"{', '.join(absent)}: {why}" for why, absent in reasons.items())
+            reason = "; ".join(f"{', '.join(absent)}: {why}" for why, absent in self._reasons(features).items())
             levels.append(Level(name, not reason, reason))
         return tuple(levels)
 
@@ -165,6 +192,10 @@ def _no_numba() -> str | None:
     return f"numba {version} does not support Python {here}" if pythons and here not in pythons else None
 
 
+def _no_triton() -> str | None:
+    return "triton is not installed" if importlib.util.find_spec("triton") is None else None
+
+
 @lru_cache(maxsize=1)
 def _numba_pythons() -> tuple[str, frozenset[str]]:
     """numba's version and the Pythons it was made for, "3.12" and the like: it refuses to be imported in others."""
@@ -196,4 +227,15 @@ def detect(no_compiler: str | None = None) -> Machine:
     usable = frozenset(name for name, reason in reasons.items() if not reason)
     absent = {name: reason for name, reason in reasons.items() if reason}
     name, _ = _cpuinfo()
-    return Machine(platform.machine(), platform.system(), name, usable, cap, no_compiler, source, absent, _no_numba())
+    return Machine(
+        platform.machine(),
+        platform.system(),
+        name,
+        usable,
+        cap,
+        no_compiler,
+        source,
+        absent,
+        _no_numba(),
+        no_triton=_no_triton(),
+    )

@@ -10,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from awqjit import ops  # noqa: F401  (registers torch.ops.awqjit)
+from awqjit import (
+    jit,
+    ops,  # noqa: F401  (registers torch.ops.awqjit)
+)
 from awqjit.errors import ArgumentError, FormatError
 from awqjit.formats import FormatConfig, LayerFormat
 from awqjit.jit import DTYPE_NAMES
-from awqjit.layout import PackedWeight, pack, unpack
+from awqjit.layout import LAYOUT_CPU, PackedWeight, layout_for, pack, unpack
 from awqjit.spec import COMPUTE, Problem, act_bits_of
 from awqjit.weight import QuantizedWeight, check_tensor
+from awqjit.xpu import device as xpu_device
 
 AWQ_GEMM = FormatConfig(method="awq", bits=4, group_size=-1, zero_point=True, version="gemm")
 """The form in which a layer made from a bare QuantizedWeight speaks."""
@@ -83,7 +87,6 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = packed.in_features, packed.out_features
         self.group_size = packed.group_size
-        self.layout = packed.layout
         self.act_bits = act_bits_of(compute)
         self.format = format
         if bias is not None:
@@ -115,6 +118,7 @@ class Int4Linear(nn.Module):
         return cls(pack(weight.symmetric_if_possible()), bias, compute=compute, format=format)
 
     def _set(self, packed: PackedWeight) -> None:
+        self.layout = packed.layout
         values = (packed.weight, packed.scales, packed.zeros, packed.perm)
         for name, tensor in zip(_PACKED, values, strict=True):
             self.register_buffer(name, tensor, persistent=False)
@@ -123,6 +127,11 @@ class Int4Linear(nn.Module):
     def compute(self) -> str:
         """ "w4a16" or "w4a8"."""
         return next(name for name, bits in COMPUTE.items() if bits == self.act_bits)
+
+    @property
+    def qweight(self) -> Tensor:
+        """The packed weight, by the name under which PEFT and others look for a quantized layer's device."""
+        return self.packed_weight
 
     def packed(self) -> PackedWeight:
         """The layer's packed weight; shares memory with it."""
@@ -164,7 +173,8 @@ class Int4Linear(nn.Module):
         """x [..., K] of fp16, bf16 or fp32 to y [..., N] of the same dtype."""
         packed = self._buffers  # nn.Module's attribute lookup costs more than the call of a small kernel
         bias = self._parameters["bias"]
-        trains = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+        # `is True`: torch.fx traces with a stand-in for x, whose attributes have no truth value. It gets inference.
+        trains = torch.is_grad_enabled() and (x.requires_grad is True or (bias is not None and bias.requires_grad))
         op = torch.ops.awqjit.int4_linear.default if trains else torch.ops.awqjit.int4_mm.default
         return op(
             x,
@@ -191,8 +201,28 @@ class Int4Linear(nn.Module):
             new = fn(tensor)
             return new if new.dtype == tensor.dtype else tensor.to(new.device)
 
-        super()._apply(keep_dtype, recurse)
+        before = self.packed()
+        self._repack(fn(before.weight.new_empty(0)).device)
+        try:
+            super()._apply(keep_dtype, recurse)
+        except BaseException:
+            self._set(before)
+            raise
         return self
+
+    def _repack(self, device: torch.device) -> None:
+        """Bring the weight, where it is now, into the layout that kernels for ``device`` read."""
+        layout = layout_for(device)
+        if layout == self.layout or device.type == "meta" or self.packed_weight.device.type == "meta":
+            return
+        if device.type != "cpu":
+            jit.prepare(xpu_device.name_of(device))
+        self._set(pack(self.quantized(), layout))
+
+    @property
+    def computes_on(self) -> str:
+        """The device that computes the layer, "cpu" or for example "xpu:0"."""
+        return "cpu" if self.layout == LAYOUT_CPU else xpu_device.name_of(self.packed_weight.device)
 
     def _written_form(self) -> str:
         return f"{self.format.method} ({self.format.version}) with group_size {self.group_size}"

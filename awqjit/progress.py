@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Step = Callable[[], None]
+"""Called once per finished step of a bar."""
+
 
 @contextmanager
-def bar(description: str, total: int, enabled: bool = True) -> Iterator[Callable[[], None]]:
+def bar(description: str, total: int, enabled: bool = True) -> Iterator[Step]:
     """Show a bar of ``total`` steps for a block; the value yielded is called once per finished step.
 
     The bar goes to stderr and disappears at the end, so that stdout carries results only.
@@ -18,13 +21,17 @@ def bar(description: str, total: int, enabled: bool = True) -> Iterator[Callable
         total: number of steps.
         enabled: False shows nothing.
     """
+    if not enabled:
+        yield lambda: None
+        return
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        enabled = False
-    console = Console(stderr=True) if enabled else None
-    if console is None or not console.is_terminal:  # a bar that cannot be wiped off would leave its lines in a log
+        yield lambda: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:  # a bar that cannot be wiped off would leave its lines in a log
         yield lambda: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

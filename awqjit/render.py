@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from awqjit.layout import BLOCK, packed_rows, padded_group_rows
+from awqjit.layout import BLOCK, NIBBLE_ROWS, packed_rows, padded_group_rows
 from awqjit.spec import KernelSpec
 from awqjit.target import Tile
 from awqjit.toolchain import neutral_command
@@ -122,3 +122,18 @@ def render_dispatcher() -> tuple[str, tuple[str, ...]]:
         .render(version=__version__, command=shlex.join(neutral_command(flags)), tensor_impl_bytes=184)
     )
     return text, flags
+
+
+def render_packer() -> str:
+    """The C++ source that packs weights of every shape."""
+    return (
+        _environment()
+        .get_template("cpu/pack.cpp.jinja")
+        .render(version=__version__, command=shlex.join(neutral_command(())), block=BLOCK, order=NIBBLE_ROWS)
+    )
+
+
+def render_shim(wheel: str, command: str) -> str:
+    """The C++ source of the library that lets Python call SYCL's run time, for one version of its wheel."""
+    template = _environment().get_template("xpu/shim.cpp.jinja")
+    return template.render(version=__version__, wheel=wheel, command=command)

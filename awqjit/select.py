@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from awqjit.errors import KernelRefusedError
+from awqjit.fragments import FRAGMENT
 from awqjit.machine import Machine
 from awqjit.spec import MAX_W4A8_GROUP, KernelSpec, Problem
 from awqjit.target import TARGETS, Target
@@ -19,7 +20,8 @@ class Row:
     Attributes:
         name: what slugs, ``explain`` and ``AWQJIT_KERNEL`` call it.
         device: device type of the tensors it takes.
-        target: how its C++ is compiled; None for the rows without any, numba's and the one in plain torch.
+        target: how its C++ is compiled; None for the rows without any: those of other devices than the CPU, numba's
+            and those in plain torch.
         accepts: ``accepts(problem, machine)`` is None when the row runs the problem on the machine, else the reason.
     """
 
@@ -78,7 +80,52 @@ ROWS: tuple[Row, ...] = (
     Row("numba", "cpu", None, _numba),
     Row("torch", "cpu", None, lambda problem, machine: None),
 )
-"""Best first, the reference last."""
+"""The CPU's rows, best first, the reference last."""
+
+
+def _no_sycl(machine: Machine) -> str | None:
+    return machine.no_xpu if machine.xpu is None else machine.xpu.no_sycl
+
+
+def _sycl_dpas(problem: Problem, machine: Machine) -> str | None:
+    if machine.xpu is not None and not machine.xpu.dpas:
+        return f"{machine.xpu.name} has no DPAS"
+    if problem.act_bits == 16 and problem.x_dtype == "fp32":
+        return "the matrix unit takes no fp32 activations"
+    if problem.group_size % FRAGMENT and problem.group_size != problem.k:
+        return f"groups of {problem.group_size} rows are no multiple of {FRAGMENT}"
+    return _too_long(problem) or _no_sycl(machine)
+
+
+def _sycl(problem: Problem, machine: Machine) -> str | None:
+    return _too_long(problem) or _no_sycl(machine)
+
+
+def _torch_on_xpu(problem: Problem, machine: Machine) -> str | None:
+    return machine.no_xpu if machine.xpu is None else None
+
+
+def _triton_on_xpu(problem: Problem, machine: Machine) -> str | None:
+    return _torch_on_xpu(problem, machine) or _too_long(problem) or machine.no_triton
+
+
+def _torch_on_cuda(problem: Problem, machine: Machine) -> str | None:
+    return machine.no_cuda
+
+
+def _triton_on_cuda(problem: Problem, machine: Machine) -> str | None:
+    return machine.no_cuda or _too_long(problem) or machine.no_triton
+
+
+ACCELERATOR_ROWS: tuple[Row, ...] = (
+    Row("sycl_dpas", "xpu", None, _sycl_dpas),
+    Row("sycl", "xpu", None, _sycl),
+    Row("triton", "xpu", None, _triton_on_xpu),
+    Row("torch", "xpu", None, _torch_on_xpu),
+    Row("triton", "cuda", None, _triton_on_cuda),
+    Row("torch", "cuda", None, _torch_on_cuda),
+)
+"""The rows of each other device, best first, the reference last."""
 
 
 def explain(problem: Problem, machine: Machine, device: str = "cpu", forced: str | None = None) -> tuple[Verdict, ...]:
@@ -91,7 +138,7 @@ def explain(problem: Problem, machine: Machine, device: str = "cpu", forced: str
         forced: the only row that may be chosen (``AWQJIT_KERNEL``), or None.
     """
     verdicts: list[Verdict] = []
-    for row in ROWS:
+    for row in (*ROWS, *ACCELERATOR_ROWS):
         if row.device != device:
             continue
         reason = row.accepts(problem, machine)

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from awqjit import places, toolchain
 from awqjit.errors import ArgumentError
@@ -30,7 +31,8 @@ from awqjit.errors import ArgumentError
 SCHEMA = 1
 """Number of this directory form; part of every key. A kernel of another schema is never used."""
 
-SOURCE, LIBRARY, LOG, META = "kernel.cpp", "kernel.so", "build.log", "meta.json"
+SOURCE, LIBRARY, SPIRV, LOG, META = "kernel.cpp", "kernel.so", "kernel.spv", "build.log", "meta.json"
+"""Files of a kernel's directory. What was built is a shared library or, for a GPU, a SPIR-V module."""
 
 _SLUG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,159}")
 _HASH = re.compile(r"[0-9a-f]{16}")
@@ -40,9 +42,44 @@ _KEPT_SECONDS = {"build": _DAY, "stale": _DAY, "own": 30 * _DAY, "failed": 30 * 
 """Kinds of directories that are not there to stay, and the age at which nobody can be using them any more. "build":
 being built; "stale": damaged and set aside; "own": sound, but another process was first, so only its builder uses it;
 "failed": the compiler refused it."""
+
+_OTHER_KINDS = (*_KEPT_SECONDS, "tuned")
+"""What the name of something that is not a kernel begins with; "tuned": a record of :mod:`awqjit.records`, a file."""
 _MAX_META = 1 << 20
 
 logger = logging.getLogger("awqjit")
+
+
+class Builder(Protocol):
+    """What turns source text into a kernel: :mod:`awqjit.toolchain`, or something that has these of its functions."""
+
+    PRODUCT: str  # name of the file it builds: LIBRARY or SPIRV
+
+    def neutral_command(self, flags: tuple[str, ...]) -> tuple[str, ...]: ...
+
+    def relative_command(
+        self, compiler: toolchain.Compiler, flags: tuple[str, ...], source: Path, output: Path
+    ) -> tuple[str, ...]: ...
+
+    def absolute_command(
+        self, compiler: toolchain.Compiler, flags: tuple[str, ...], source: Path, output: Path
+    ) -> tuple[str, ...]: ...
+
+    def find_compiler(self) -> toolchain.Compiler: ...
+
+    def likely_stamp(self) -> str | None: ...
+
+    def file_stamp(self, argv: tuple[str, ...]) -> str | None: ...
+
+    def compile_shared(
+        self,
+        compiler: toolchain.Compiler,
+        source: Path,
+        flags: tuple[str, ...],
+        output: Path,
+        timeout: float,
+        name: str | None = None,
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -52,16 +89,18 @@ class Request:
     Attributes:
         slug: its readable name; the first part of the directory's name.
         source: the rendered C++ text, with everything it includes but the compiler's own headers.
-        flags: compiler flags beyond :data:`awqjit.toolchain.BASE_FLAGS`.
+        flags: compiler flags beyond those that the builder gives every kernel.
+        builder: what builds it.
     """
 
     slug: str
     source: str
     flags: tuple[str, ...]
+    builder: Builder = toolchain
 
     def __post_init__(self) -> None:
-        if not _SLUG.fullmatch(self.slug) or self.slug.partition("-")[0] in _KEPT_SECONDS:
-            kinds = ", ".join(f"{kind}-" for kind in _KEPT_SECONDS)
+        if not _SLUG.fullmatch(self.slug) or self.slug.partition("-")[0] in _OTHER_KINDS:
+            kinds = ", ".join(f"{kind}-" for kind in _OTHER_KINDS)
             raise ArgumentError(
                 "Request.slug", repr(self.slug), f"1 to 160 letters, digits and _ . + -; not {kinds}..."
             )
@@ -71,7 +110,7 @@ class Request:
         wanted: dict[str, object] = {
             "schema": SCHEMA,
             "source_sha256": digest(self.source.encode("utf-8")),
-            "command": list(toolchain.neutral_command(self.flags)),
+            "command": list(self.builder.neutral_command(self.flags)),
             "machine": platform.machine(),
         }
         if compiler is not None:
@@ -90,11 +129,11 @@ def named(slug: str, identity: dict[str, object]) -> str:
 
 
 def kind_of(name: str) -> str | None:
-    """What a directory in a place is by its name: "kernel", one of those in passing, or None: not of the cache."""
+    """What a name in a place stands for: "kernel", "tuned", one of those in passing, or None: not of the cache."""
     if name[-17:-16] != "-" or not _HASH.fullmatch(name[-16:]):
         return None
     first = name.partition("-")[0]
-    return first if first in _KEPT_SECONDS else "kernel"
+    return first if first in _OTHER_KINDS else "kernel"
 
 
 def passing_name(kind: str) -> str:
@@ -120,6 +159,12 @@ def same_slug(place: Path, slug: str) -> list[str]:
     return sorted(name for name in names if name[:-16] == f"{slug}-" and _HASH.fullmatch(name[-16:]))
 
 
+def product(directory: Path) -> Path:
+    """What was built, of the kernel in a directory. There is just one, or the checks below find something amiss."""
+    spirv = directory / SPIRV
+    return spirv if os.path.lexists(spirv) else directory / LIBRARY
+
+
 def check(directory: Path, wanted: dict[str, object]) -> str:
     """Why a directory does not hold the wanted kernel whole, or "" if it does. Reads all of the library.
 
@@ -127,7 +172,7 @@ def check(directory: Path, wanted: dict[str, object]) -> str:
         directory: the kernel's directory; symbolic links already resolved.
         wanted: from :meth:`Request.identity`.
     """
-    library = directory / LIBRARY
+    library = product(directory)
     reason = places.distrust(library)
     if reason:
         return reason
@@ -136,15 +181,18 @@ def check(directory: Path, wanted: dict[str, object]) -> str:
         for name, value in wanted.items():
             if meta.get(name) != value:
                 return f"{META} has another {name}"
+        command = meta.get("command")
+        if isinstance(command, list) and library.name not in command:
+            return f"{META} is not of {library.name}"
         size, wanted_digest = meta.get("size"), meta.get("sha256")
         if not isinstance(size, int) or not isinstance(wanted_digest, str):
             return f"{META} has no size and sha256"
-        content = _read(library, size)
+        content = read_file(library, size)
     except (OSError, ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     if len(content) != size:
-        return f"{LIBRARY} has {len(content)} bytes instead of {size}"
-    return "" if digest(content) == wanted_digest else f"{LIBRARY} does not have the sha256 of {META}"
+        return f"{library.name} has {len(content)} bytes instead of {size}"
+    return "" if digest(content) == wanted_digest else f"{library.name} does not have the sha256 of {META}"
 
 
 def seal(directory: Path, request: Request, compiler: toolchain.Compiler, log: str, seconds: float) -> None:
@@ -153,20 +201,19 @@ def seal(directory: Path, request: Request, compiler: toolchain.Compiler, log: s
     Raises:
         OSError: the disk is full or fails.
     """
-    library = directory / LIBRARY
+    library = directory / request.builder.PRODUCT
     content = library.read_bytes()
     meta = {
         **request.identity(compiler),
         "slug": request.slug,
-        "compiler_file": toolchain.file_stamp(compiler.argv),
+        "compiler_file": request.builder.file_stamp(compiler.argv),
         "size": len(content),
         "sha256": digest(content),
         "seconds": round(seconds, 3),
     }
-    write_log(directory, toolchain.relative_command(compiler, request.flags, directory / SOURCE, library), log)
+    write_log(directory, request.builder.relative_command(compiler, request.flags, directory / SOURCE, library), log)
     (directory / META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    for name in (SOURCE, LIBRARY, LOG, META):
-        path = directory / name
+    for path in (directory / SOURCE, library, directory / LOG, directory / META):
         # Linkers make files as open as the umask lets them; a library others can write would not be trusted.
         path.chmod(path.stat().st_mode & 0o755)
         _sync(path)
@@ -216,7 +263,7 @@ def publish(built: Path, target: Path, wanted: dict[str, object]) -> Path:
 
 
 def _is_there(directory: Path) -> bool:
-    return os.path.lexists(directory / LIBRARY)
+    return os.path.lexists(product(directory))
 
 
 def _appears(directory: Path, wanted: dict[str, object]) -> bool:
@@ -311,15 +358,15 @@ def retire(directory: Path) -> None:
     remove(aside)
 
 
-def note_use(directory: Path) -> None:
-    """Record that a kernel is used now, as the time of change of meta.json: its bytes stay, and nobody maps it.
+def note_use(file: Path) -> None:
+    """Record that a kernel or a tuning record is used now, as the time of change of its meta.json or of itself.
 
-    Once an hour is enough. Where it is not possible (read-only, another user's), nothing is recorded.
+    Their bytes stay, and nobody maps them. Once an hour is enough. Where it is not possible (read-only, another
+    user's), nothing is recorded.
     """
-    meta = directory / META
     with suppress(OSError):
-        if abs(time.time() - os.stat(meta).st_mtime) > _HOUR:
-            os.utime(meta)
+        if abs(time.time() - os.stat(file).st_mtime) > _HOUR:
+            os.utime(file)
 
 
 def digest(content: bytes) -> str:
@@ -333,13 +380,27 @@ def read_meta(directory: Path) -> dict[str, object]:
     Raises:
         OSError, ValueError, RecursionError: it cannot be read, or is not a JSON object.
     """
-    meta = json.loads(_read(directory / META, _MAX_META))
+    meta = json.loads(read_file(directory / META, _MAX_META))
     if not isinstance(meta, dict):
         raise ValueError(f"{META} is not an object")
     return meta
 
 
-def _read(path: Path, limit: int) -> bytes:
+def write_file(path: Path, content: bytes) -> None:
+    """Make a file that only its owner can write, and see to it that it is on the disk.
+
+    Raises:
+        OSError: it exists already, or the disk is full or fails.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fchmod(descriptor, 0o644)  # whatever the umask
+        os.fsync(descriptor)
+
+
+def read_file(path: Path, limit: int) -> bytes:
     """Up to ``limit`` + 1 bytes of a regular file. Never waits at a FIFO or follows a link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

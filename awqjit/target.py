@@ -106,8 +106,8 @@ VOCABULARIES: dict[str, Vocabulary] = {
         Vocabulary("avx512_int16", steps=2, chains=1, tile=Tile(split_rows=EVERY_ROWS), narrow_words=4),
         Vocabulary("avx512_fp32", steps=8, chains=8, tile=Tile(decode_rows=16, split_rows=EVERY_ROWS)),
         # Two tiles of 16 rows times two column blocks. A tile costs the same with one row as with 16.
-        Vocabulary("amx_int8", steps=2, chains=8, tile=Tile(rows=32, blocks=4), tiled=True),
-        Vocabulary("amx_bf16", steps=4, chains=8, tile=Tile(rows=32, blocks=4), tiled=True),
+        Vocabulary("amx_int8", steps=2, chains=8, tile=Tile(rows=32), tiled=True),
+        Vocabulary("amx_bf16", steps=4, chains=8, tile=Tile(rows=32), tiled=True),
         # 16 registers of 8 columns: 5 rows of 16 columns and the operands; unpacked ones take less room, for 6 rows.
         Vocabulary("avx_vnni", steps=2, chains=4, tile=Tile(decode_rows=5, split_rows=EVERY_ROWS)),
         Vocabulary(

@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ BASE_FLAGS: tuple[str, ...] = (
 )
 """Flags of every kernel. The ``flags`` of the functions below come behind them; never ``-march=native``."""
 
+PRODUCT = "kernel.so"
+"""What a kernel is built into."""
+
 LIBRARIES: tuple[str, ...] = ("-lm",)
 """Libraries of every kernel, last on the command line."""
 
@@ -52,10 +56,22 @@ extern "C" __attribute__((visibility("default"))) int awqjit_probe(int x) {
 #endif
 }
 extern "C" __attribute__((visibility("default"))) const char* awqjit_probe_version() { return __VERSION__; }
+// Instructions that not every CPU of the architecture has, allowed without being asked for. Every Mac has them.
+extern "C" __attribute__((visibility("default"))) int awqjit_probe_wide() {
+#if defined(__linux__) && (defined(__SSE3__) || defined(__AVX__) || defined(__ARM_FEATURE_DOTPROD) \\
+    || defined(__ARM_FEATURE_ATOMICS) || defined(__ARM_FEATURE_QRDMX))
+    return 1;
+#else
+    return 0;
+#endif
+}
 """
 _KINDS = {1: "gcc", 2: "clang"}
 # Unlike gcc and clang, zig compiles for the CPU it runs on unless told not to, and builds a C++ library first.
-_ZIG = ("-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline")
+_ZIG_FLAGS = ("-nostdlib++", "-mcpu=baseline")
+_ZIG = ("-m", "ziglang", "c++", *_ZIG_FLAGS)
+# What makes a compiler that allows more than every CPU has stop doing so: zig in a script, then gcc and clang.
+_NARROWING = (_ZIG_FLAGS, ("-march=armv8-a" if platform.machine() in ("aarch64", "arm64") else "-march=x86-64",))
 _PROBE_TIMEOUT = 120  # the first run of zig builds its runtime libraries, a minute on a slow machine
 _VERSION_TIMEOUT = 20
 
@@ -93,10 +109,10 @@ def candidates() -> tuple[Candidate, ...]:
     """
     forced = config.CXX.read()
     if forced:
-        return (Candidate("AWQJIT_CXX", _split(forced)),)
+        return (Candidate("AWQJIT_CXX", _for_any_cpu(_split(forced))),)
     found = []
     if os.environ.get("CXX", "").strip():
-        found.append(Candidate("CXX", _split(os.environ["CXX"].strip())))
+        found.append(Candidate("CXX", _for_any_cpu(_split(os.environ["CXX"].strip()))))
     found += [Candidate(name, _split(name)) for name in ("g++", "clang++")]
     if importlib.util.find_spec("ziglang") is not None:
         found.append(Candidate("ziglang", (sys.executable, *_ZIG)))
@@ -154,7 +170,7 @@ def neutral_command(flags: tuple[str, ...]) -> tuple[str, ...]:
     Args:
         flags: what the kernel needs beyond :data:`BASE_FLAGS`, which are put before it.
     """
-    return _command(("c++",), flags, "kernel.cpp", "kernel.so")
+    return _command(("c++",), flags, "kernel.cpp", PRODUCT)
 
 
 def relative_command(compiler: Compiler, flags: tuple[str, ...], source: Path, output: Path) -> tuple[str, ...]:
@@ -213,7 +229,7 @@ def file_stamp(argv: tuple[str, ...]) -> str | None:
     Returns:
         None for a command with arguments, zig's excepted: its first word need not be what compiles.
     """
-    zig = argv[1:] == _ZIG
+    zig = argv == (sys.executable, *_ZIG)
     if len(argv) != 1 and not zig:
         return None
     try:
@@ -300,6 +316,14 @@ def _split(text: str) -> tuple[str, ...]:
     return (os.path.abspath(shutil.which(name) or name) if os.sep in name else shutil.which(name) or name, *arguments)
 
 
+def _for_any_cpu(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """The command with what zig has to be told; other compilers' commands as they are."""
+    zig = "zig" in os.path.basename(argv[0]) or "ziglang" in argv
+    if not (zig and "c++" in argv[1:]):
+        return argv
+    return (*argv, *(flag for flag in _ZIG_FLAGS if flag not in argv))
+
+
 def _first_working(tried: tuple[Candidate, ...]) -> Compiler | tuple[str, ...]:
     reasons = []
     for candidate in tried:
@@ -324,7 +348,7 @@ class _ProbeError(Exception):
 
 # Caches are shared between CPUs, and all rows owe the same bits: only a row's own flags say what its code may use.
 _FORBIDDEN = re.compile(
-    r"-(march|mcpu|mtune)=|-m(avx|sse|fma|f16c|amx|bmi)|-Ofast"
+    r"-(march|mcpu|mtune)=(?!baseline$)|-m(avx|sse|fma|f16c|amx|bmi)|-Ofast"
     r"|-f(fast-math|unsafe-math|associative-math|reciprocal-math|finite-math|fp-contract=(?!off))"
 )
 
@@ -352,14 +376,31 @@ def _probe(candidate: Candidate) -> Compiler:
 
 
 def _probe_in(scratch: Path, candidate: Candidate) -> Compiler:
-    version = (*candidate.argv, "--version")
-    failure, text = child.run(version, scratch, _VERSION_TIMEOUT, _variables(candidate.argv))
+    compiler, wide = _tried(scratch, candidate.argv)
+    for flags in _NARROWING if wide else ():
+        try:
+            compiler, wide = _tried(scratch, (*candidate.argv, *flags))
+        except _ProbeError:
+            continue  # it does not know the flag
+        if not wide:
+            break
+    if wide:
+        told = " nor ".join(flags[-1] for flags in _NARROWING)
+        raise _ProbeError(f"compiles for more than every CPU has, and neither {told} makes it stop")
+    return compiler
+
+
+def _tried(scratch: Path, argv: tuple[str, ...]) -> tuple[Compiler, bool]:
+    """The compiler, and whether it allows instructions that it was not told to allow."""
+    failure, text = child.run((*argv, "--version"), scratch, _VERSION_TIMEOUT, _variables(argv))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if failure is not None or not lines:
         raise _ProbeError(f"--version: {failure or 'printed nothing'}")
-    source, library = scratch / "probe.cpp", scratch / "probe.so"
+    # A library is loaded once under one name.
+    work = Path(tempfile.mkdtemp(dir=scratch))
+    source, library = work / "probe.cpp", work / "probe.so"
     source.write_text(_PROBE, encoding="utf-8")
-    trial = Compiler(candidate.argv, "", "", "")
+    trial = Compiler(argv, "", "", "")
     try:
         compile_shared(trial, source, (), library, _PROBE_TIMEOUT)
     except CompileError as error:
@@ -369,12 +410,13 @@ def _probe_in(scratch: Path, candidate: Candidate) -> Compiler:
         loaded.awqjit_probe_version.restype = ctypes.c_char_p
         kind = _KINDS.get(loaded.awqjit_probe(41) - 41)
         version = loaded.awqjit_probe_version().decode("utf-8", "replace")
+        wide = bool(loaded.awqjit_probe_wide())
     except (OSError, AttributeError) as error:
         raise _ProbeError(f"what it builds in {scratch.parent} cannot be loaded: {error}") from None
     if kind is None:
         raise _ProbeError("neither gcc nor clang")
-    identity = "|".join((kind, lines[0], platform.machine(), _libc(), shlex.join(candidate.argv[1:])))
-    return Compiler(candidate.argv, kind, version, identity)
+    identity = "|".join((kind, lines[0], platform.machine(), _libc(), shlex.join(argv[1:])))
+    return Compiler(argv, kind, version, identity), wide
 
 
 def _libc() -> str:

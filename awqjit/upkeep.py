@@ -17,11 +17,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from awqjit import places, store
+from awqjit import places, records, store
 from awqjit.errors import ArgumentError
 from awqjit.places import Place
 
-_FILES = (store.META, store.LIBRARY, store.SOURCE, store.LOG)
+_FILES = (store.META, store.LIBRARY, store.SPIRV, store.SOURCE, store.LOG)
 _IDENTITY = ("schema", "source_sha256", "command", "machine", "compiler")
 _MAX_SOURCE = 1 << 26
 _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -34,7 +34,8 @@ class Item:
 
     Attributes:
         path: its directory.
-        kind: "kernel"; "failed" (the last failed build of one); "build", "own", "stale" (in passing).
+        kind: "kernel"; "tuned" (a tuning record); "failed" (the last failed build of a kernel); "build", "own", "stale"
+            (in passing).
         bytes: size of its files.
         built: when its library was built, in seconds since 1970 by the file system's clock.
         used: when it was last fetched, to the hour; never before ``built``. Fetching from a read-only place leaves
@@ -158,8 +159,21 @@ def audit(directory: Path) -> str:
     return ""
 
 
+def described(item: Item) -> tuple[str, dict[str, Any]]:
+    """Why an item would not be used, or "", and what it says of itself as far as that can be read."""
+    reason, meta = f"not a kernel: {item.kind}", dict[str, Any]()
+    with suppress(OSError, ValueError, RecursionError):
+        if item.kind == "tuned":
+            reason = records.audit(item.path)
+            meta = records.load(item.path)
+        else:
+            reason = audit(item.path) if item.kind == "kernel" else reason
+            meta = store.read_meta(item.path)
+    return reason, meta
+
+
 def verify(place: Place, remove: bool = False) -> tuple[Finding, ...]:
-    """Check every kernel of a place by its checksums.
+    """Check every kernel and every tuning record of a place by its checksums.
 
     Args:
         place: where.
@@ -172,9 +186,9 @@ def verify(place: Place, remove: bool = False) -> tuple[Finding, ...]:
         _require_writable(place)
     findings = []
     for item in items(place.path):
-        if item.kind != "kernel":
+        if item.kind not in ("kernel", "tuned"):
             continue
-        reason, gone = audit(item.path), False
+        reason, gone = audit(item.path) if item.kind == "kernel" else records.audit(item.path), False
         if reason and not os.path.lexists(item.path):
             continue  # another process removed it meanwhile
         if reason and remove:
@@ -190,7 +204,7 @@ def verify(place: Place, remove: bool = False) -> tuple[Finding, ...]:
 def prune(
     place: Place, max_bytes: int | None = None, older_than: float | None = None, dry_run: bool = False
 ) -> Removal:
-    """Remove kernels, and failed builds, that have not been used for long.
+    """Remove kernels, tuning records and failed builds that have not been used for long.
 
     Args:
         place: where.
@@ -206,7 +220,7 @@ def prune(
     _require_writable(place)
     now = _clock(place.path)
     found = sorted(
-        (item for item in items(place.path) if item.kind in ("kernel", "failed")), key=lambda item: item.used
+        (item for item in items(place.path) if item.kind in ("kernel", "tuned", "failed")), key=lambda item: item.used
     )
     doomed = []
     total = sum(item.bytes for item in found)
@@ -294,6 +308,8 @@ def _is_ours(path: Path) -> bool:
 def _item(path: Path, kind: str) -> Item:
     """Sizes and times of an item. Of a kernel, the library is never changed and meta.json is touched at each use."""
     changed = os.lstat(path).st_mtime
+    if not path.is_dir():
+        return Item(path, kind, os.lstat(path).st_size, changed, changed)
     times = {}
     size = 0
     for folder, _, names in os.walk(path):
@@ -302,7 +318,7 @@ def _item(path: Path, kind: str) -> Item:
                 status = os.lstat(os.path.join(folder, name))
                 size += status.st_size
                 times[name] = status.st_mtime
-    built = times.get(store.LIBRARY, changed)
+    built = times.get(store.product(path).name, changed)
     return Item(path, kind, size, built, max(built, times.get(store.META, built)))
 
 

@@ -16,7 +16,10 @@
     STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) \
     STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
 
-typedef float Lanes __attribute__((vector_size(64)));
+#ifndef WIDTH  // bytes of a register: 64, or 32 for what kernels in 256-bit registers can reach at most
+#define WIDTH 64
+#endif
+typedef float Lanes __attribute__((vector_size(WIDTH)));
 
 // Only asm keeps the compiler from folding the loop or parking accumulators in memory.
 #define DECLARE(i) Lanes a##i = {};
@@ -36,6 +39,9 @@ typedef float Lanes __attribute__((vector_size(64)));
 #ifdef __AVX512VNNI__
 #define INT8(i) asm volatile("vpdpbusd %1, %1, %0" : "+v"(a##i) : "v"(b));
 DOT_LOOP(dot_int8, INT8)
+#elif defined(__AVXVNNI__) && WIDTH == 32
+#define INT8(i) asm volatile("{vex} vpdpbusd %1, %1, %0" : "+x"(a##i) : "x"(b));
+DOT_LOOP(dot_int8, INT8)
 #endif
 
 #ifdef __AVX512BF16__
@@ -43,7 +49,7 @@ DOT_LOOP(dot_int8, INT8)
 DOT_LOOP(dot_bf16, BF16)
 #endif
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || (defined(__FMA__) && WIDTH == 32)
 #define FP32(i) asm volatile("vfmadd231ps %1, %1, %0" : "+v"(a##i) : "v"(b));
 DOT_LOOP(dot_fp32, FP32)
 #endif
@@ -51,7 +57,8 @@ DOT_LOOP(dot_fp32, FP32)
 // bytes: a multiple of 2048. Several streams at once, eight chains; 4 KiB ahead in each is prefetched.
 template <int STREAMS>
 static int64_t sum(const char* data, int64_t bytes) {
-    typedef int64_t Words __attribute__((vector_size(64)));
+    typedef int64_t Words __attribute__((vector_size(WIDTH)));
+    constexpr int PARTS = 64 / WIDTH;  // registers of a cache line
     constexpr int LINES = 8 / STREAMS;  // of each stream in one round
     const int64_t part = bytes / STREAMS;
     Words sums[8] = {};
@@ -59,15 +66,17 @@ static int64_t sum(const char* data, int64_t bytes) {
         for (int s = 0; s < STREAMS; ++s) {
             for (int j = 0; j < LINES; ++j) {
                 const char* line = data + s * part + i + 64 * j;
-                Words words;
-                std::memcpy(&words, line, sizeof words);
                 __builtin_prefetch(line + 4096);
-                sums[s * LINES + j] += words;
+                for (int part = 0; part < PARTS; ++part) {
+                    Words words;
+                    std::memcpy(&words, line + part * WIDTH, sizeof words);
+                    sums[s * LINES + j] += words;
+                }
             }
         }
     }
     for (int j = 1; j < 8; ++j) sums[0] += sums[j];
-    return sums[0][0] + sums[0][7];
+    return sums[0][0] + sums[0][WIDTH / 8 - 1];
 }
 
 EXPORT int64_t read_1(const char* data, int64_t bytes) { return sum<1>(data, bytes); }

@@ -16,7 +16,7 @@ import numpy as np
 from awqjit import config, machine, select, toolchain
 
 OPERATIONS = {"dot_int8": 128, "dot_bf16": 64, "dot_fp32": 32}
-"""Operations of one 64-byte instruction, a multiplication and an addition counted as two."""
+"""Operations of one instruction on 64 bytes, a multiplication and an addition counted as two."""
 
 KIND_OF = {"int8": "dot_int8", "bf16": "dot_bf16", "fp32": "dot_fp32"}
 """What a contender's products run in -> the instructions that bound it."""
@@ -59,18 +59,20 @@ class Meter:
 
     Args:
         cpus: numbers of the CPUs to use, a thread each.
+        width: bytes of the registers that it reads and computes with: 64, or 32 to see what AVX2 can reach at most.
 
     Raises:
         NoCompilerError, CompileError: the measuring program cannot be built (on entering).
     """
 
-    def __init__(self, cpus: list[int]) -> None:
+    def __init__(self, cpus: list[int], width: int = 64) -> None:
         self.cpus = cpus
+        self.width = width
         self._folder = tempfile.TemporaryDirectory(prefix="awqjit-limits-")
         self._data = np.empty(0, np.uint8)
 
     def __enter__(self) -> Meter:
-        self._library = _build(Path(self._folder.name))
+        self._library = _build(Path(self._folder.name), self.width)
         self._library.together.restype = ctypes.c_double
         self._library.ping_pong.restype = ctypes.c_double
         self._data = np.ones(_READ_BYTES, np.uint8)
@@ -103,7 +105,7 @@ class Meter:
         for kind, operations in OPERATIONS.items():
             if hasattr(self._library, kind):
                 best = min(self._together(kind, _ROUNDS, threads) for _ in range(repeats))
-                gops[kind] = threads * _ROUNDS * ACCUMULATORS * operations / best / 1e9
+                gops[kind] = threads * _ROUNDS * ACCUMULATORS * operations * self.width / 64 / best / 1e9
         return Limits(threads, gops, self.bandwidth(threads, repeats))
 
     def state(self) -> dict[str, float]:
@@ -120,7 +122,7 @@ class Meter:
         return found
 
 
-def _build(folder: Path) -> ctypes.CDLL:
+def _build(folder: Path, width: int) -> ctypes.CDLL:
     here = machine.detect()
     flags: dict[str, None] = {}
     for row in select.ROWS:
@@ -128,6 +130,6 @@ def _build(folder: Path) -> ctypes.CDLL:
             flags |= dict.fromkeys(row.target.flags)
     source = Path(shutil.copy(Path(__file__).with_name("limits.cpp"), folder))
     library = folder / "limits.so"
-    flags |= dict.fromkeys(("-Wno-psabi", "-pthread"))
+    flags |= dict.fromkeys((f"-DWIDTH={width}", "-Wno-psabi", "-pthread"))
     toolchain.compile_shared(toolchain.find_compiler(), source, tuple(flags), library, config.COMPILE_TIMEOUT.read())
     return ctypes.CDLL(str(library))

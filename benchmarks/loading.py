@@ -7,7 +7,8 @@
 Each load is a fresh process, in the environment whose interpreter the options name (awqjit's is this one's by default;
 a contender without an option does not run). Contenders take turns, round by round. Memory is the kernel's own count of
 the process's largest resident set (VmHWM), libraries and mapped files included, read after loading and again after the
-first token: some contenders go on preparing weights in their first run. Their first tokens are compared.
+first token: some contenders go on preparing weights in their first run, so that "load" alone compares little, and the
+time from the start of the process to the first token all. Their first tokens are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ PROMPT = (1, 17, 99, 4, 56, 23, 120, 64)
 TOP = 5
 """Each contender's next token has to be among this many of awqjit's likeliest: rounding may swap neighbours."""
 
+PHASES = ("start", "import", "load", "first")
+"""From the start of the process to its first token: the interpreter, imports, the model, one pass."""
+
 COMPARED = ("load_seconds", "ready_seconds", "total_seconds", "load_peak_bytes", "peak_bytes")
-"""Ready: loaded, and the first token computed. Total: with the imports before that."""
+"""Ready: loaded, and the first token computed. Total: from the start of the process."""
 
 # What comes before and after each contender's own code. IMPORT, LOAD and FIRST set `tokens`, likeliest first.
 _CHILD = """
@@ -44,7 +49,7 @@ def memory(field):
 
 if __name__ == "__main__":
     folder, prompt, top = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-    start = time.perf_counter()
+    started, start = float(sys.argv[4]), time.perf_counter()
 {import_}
     imported = time.perf_counter()
     imported_bytes = memory("VmHWM")
@@ -54,6 +59,7 @@ if __name__ == "__main__":
 {first}
     end = time.perf_counter()
     print("RESULT " + json.dumps({{
+        "start_seconds": start - started,
         "import_seconds": imported - start, "load_seconds": loaded - imported, "first_seconds": end - loaded,
         "import_bytes": imported_bytes, "load_peak_bytes": loaded_bytes, "peak_bytes": memory("VmHWM"),
         "resident_bytes": memory("VmRSS"), "tokens": tokens, "versions": versions,
@@ -66,7 +72,8 @@ with torch.inference_mode():
 tokens = logits.topk(top).indices.tolist()
 """
 
-# name -> (import, load, first token). transformers imports a model's classes when they are first named: that is import.
+# name -> (import, load, first token). Libraries that import a model's classes, or their own, when they are first named
+# are made to do so as part of the import.
 CONTENDERS: dict[str, tuple[str, str, str]] = {
     "awqjit": (
         "import torch, transformers, awqjit\n"
@@ -83,7 +90,10 @@ CONTENDERS: dict[str, tuple[str, str, str]] = {
         _TORCH_FIRST,
     ),
     "vllm": (
-        "import torch, transformers, vllm\nversions = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}",
+        "import torch, transformers, vllm\n"
+        "vllm.LLM, vllm.SamplingParams\n"
+        "import vllm.model_executor.models.qwen2\n"
+        "versions = {m.__name__: m.__version__ for m in (torch, transformers, vllm)}",
         # Eager, and the smallest cache that holds the prompt: what is left is the model.
         "model = vllm.LLM(folder, skip_tokenizer_init=True, enforce_eager=True, dtype='bfloat16', max_model_len=64,\n"
         "                 max_num_seqs=1, kv_cache_memory_bytes=32 << 20)",
@@ -111,7 +121,7 @@ def run(name: str, python: str, folder: Path, cache: Path) -> dict[str, Any]:
         script = Path(work) / f"load_{name}.py"  # a file: some libraries start processes that import it again
         script.write_text(child_source(name), encoding="utf-8")
         done = subprocess.run(
-            [python, str(script), str(folder), json.dumps(PROMPT), str(TOP)],
+            [python, str(script), str(folder), json.dumps(PROMPT), str(TOP), repr(time.perf_counter())],
             cwd=work,
             env=os.environ | ENVIRONMENT | {config.CACHE_DIR.name: str(cache)},
             capture_output=True,
@@ -127,12 +137,11 @@ def run(name: str, python: str, folder: Path, cache: Path) -> dict[str, Any]:
 
 def digest(runs: list[dict[str, Any]], folder_bytes: int) -> dict[str, Any]:
     """Medians, minima and maxima of one contender's rounds."""
-    measured = ("import_seconds", "load_seconds", "first_seconds", "import_bytes", "load_peak_bytes", "peak_bytes")
+    seconds = tuple(f"{part}_seconds" for part in PHASES)
+    measured = (*seconds, "import_bytes", "load_peak_bytes", "peak_bytes")
     found: dict[str, Any] = {key: summary([one[key] for one in runs]) for key in (*measured, "resident_bytes")}
     found["ready_seconds"] = summary([one["load_seconds"] + one["first_seconds"] for one in runs])
-    found["total_seconds"] = summary(
-        [sum(one[f"{part}_seconds"] for part in ("import", "load", "first")) for one in runs]
-    )
+    found["total_seconds"] = summary([sum(one[name] for name in seconds) for one in runs])
     found["peak_over_folder"] = found["peak_bytes"]["median"] / folder_bytes
     return found | {"versions": runs[0]["versions"], "tokens": [one["tokens"] for one in runs]}
 
@@ -157,13 +166,23 @@ def show(found: dict[str, dict[str, Any]], ratios: dict[str, Any], folder_bytes:
 
     print_table(
         f"Loading {folder_bytes / 1e9:.2f} GB in fresh processes: median (least) of {rounds}, files in the page cache",
-        ("contender", "import, s", "load, s", "first token, s", "peak, loaded, GB", "peak, GB", "peak / folder"),
+        (
+            "contender",
+            "import, s",
+            "load, s",
+            "first token, s",
+            "all, s",
+            "peak, loaded, GB",
+            "peak, GB",
+            "peak / folder",
+        ),
         [
             (
                 name,
                 cell(row["import_seconds"]),
                 cell(row["load_seconds"]),
                 cell(row["first_seconds"]),
+                cell(row["total_seconds"]),
                 cell(row["load_peak_bytes"], 1e9),
                 cell(row["peak_bytes"], 1e9),
                 f"{row['peak_over_folder']:.2f}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel cache of the test run's own, and an environment without the user's AWQJIT_* variables."""
+"""A kernel cache of the test run's own, an environment without the user's AWQJIT_* variables, and --environment."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import setuptools  # noqa: F401  (before anything imports distutils, which torch.compile's back end would trip over)
+from environments import ENVIRONMENTS, environments_of
 from hypothesis import HealthCheck, settings
 
 from awqjit import config, ops
@@ -19,6 +20,21 @@ settings.register_profile(
     "awqjit", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("awqjit")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--environment",
+        choices=tuple(ENVIRONMENTS),
+        help="only the files of one tox environment (tests/environments.py)",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    wanted = config.getoption("--environment")
+    if wanted is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    return True if wanted not in environments_of(collection_path.name) else None
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from compilers import number_source
+from compilers import number_of, number_source
 from rows import mm
 from strategies import RawWeight, Shape
 
@@ -96,6 +96,13 @@ def folder_for_everyone() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="awqjit-test-", ignore_cleanup_errors=True) as name:
         Path(name).chmod(0o755)
         yield Path(os.path.realpath(name))
+
+
+@pytest.fixture(name="place")
+def place_of_everyone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The writable cache, in a directory that every user can enter."""
+    monkeypatch.setenv("AWQJIT_CACHE_DIR", str(folder / "cache"))
+    return folder / "cache"
 
 
 @pytest.fixture(name="home")
@@ -211,3 +218,9 @@ def forbid(*names: str) -> None:
 
 
 can_forbid = platform.system() == "Linux" and platform.machine() in _CALLS
+
+
+def number() -> tuple[int, str]:
+    """What the kernel of :data:`SEVEN` answers, and where it came from."""
+    found = fetch(SEVEN)
+    return number_of(found.path), found.origin

@@ -34,7 +34,16 @@ COMPILED = tuple(
 )
 """(row, act_bits) of every compiled row whose features this machine has."""
 
-ALL = (*COMPILED, ("torch", 16), ("torch", 8))
+COMPILERS = ("gcc", "clang")
+"""Every compiled row is built by both, whichever of them a user's machine would find first."""
+
+BUILT = tuple((row, bits, kind) for row, bits in COMPILED for kind in COMPILERS)
+"""(row, act_bits, compiler) of every kernel to test."""
+
+NUMBA = tuple(("numba", bits, "none") for bits in (16, 8) if machine.detect().no_numba is None)
+
+ALL = (*BUILT, *NUMBA, ("torch", 16, "none"), ("torch", 8, "none"))
+"""The same with the rows that no C++ compiler builds."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +79,8 @@ CASES = tuple(
     for j in range(2)
 )
 
-
-_WHOLE_POOL = ("avx512_vnni", "avx512_bf16", "avx2", "portable", "torch")
-"""Rows with a vocabulary of their own, and the reference: tested with every case."""
-
 OTHER_COMPILER_CASES = CASES[8], CASES[11], CASES[15]
 """Groups shorter than a word, one long group, a short last group; one dtype of x each."""
-
-
-def cases_of(row: str) -> tuple[Case, ...]:
-    """The cases a row is tested with: all, or every second or fourth where a row shares its source with others."""
-    return CASES if row in _WHOLE_POOL else CASES[::4] if row == "avx512" else CASES[::2]
 
 
 def target_of(row: str) -> Target:

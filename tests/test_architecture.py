@@ -20,12 +20,13 @@ PACKAGE = ROOT / "awqjit"
 # A module imports only from its own row and the rows above it. A new module goes into the highest row that serves it.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("version", "errors", "config", "progress", "data"),
-    ("weight", "formats", "checkpoint", "inspect_folder", "quantize"),
+    ("weight", "pages", "formats", "shards", "checkpoint", "inspect_folder", "quantize"),
     ("reference",),
-    ("target", "pages", "layout", "spec", "cpuid", "hwcap", "machine", "select"),
-    ("render", "child", "slots", "toolchain", "places", "store", "cache", "upkeep", "launch", "backends"),
-    ("jit", "ops", "bake"),
-    ("modules", "plan", "loader"),
+    ("target", "fragments", "layout", "spec", "cpuid", "hwcap", "machine", "select", "tiles"),
+    ("render", "child", "slots", "toolchain", "places", "store", "records"),
+    ("cache", "upkeep", "launch", "backends", "xpu"),
+    ("packer", "jit", "ops", "bake", "tune"),
+    ("modules", "fusion", "plan", "loader"),
     ("integrations",),
     ("cli",),
 )
@@ -187,7 +188,7 @@ def test_importing_reads_no_environment_starts_nothing_and_writes_nothing(import
 
 
 def test_importing_awqjit_brings_no_optional_package(imported: dict[str, list[str]]) -> None:
-    optional = {"typer", "rich", "transformers", "tokenizers", "safetensors", "gguf", "numba", "triton", "vllm"}
+    optional = {"typer", "rich", "transformers", "tokenizers", "safetensors", "gguf", "numba", "triton", "vllm", "peft"}
     assert not optional & set(imported["brought"])
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from awqjit.errors import FormatError
 from awqjit.formats import FormatConfig, LayerFormat, find_config, parse
+from awqjit.formats.rules import Rule
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 ROUND = {
@@ -283,3 +285,31 @@ class TestFindConfig:
         (tmp_path / "quant_config.json").write_text(text, encoding="latin-1")
         with pytest.raises(FormatError, match=r"quant_config\.json"):
             find_config(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(a+)+$", r"(?:.*,)*x", r"(a|aa)*b", r"(?=(a+)*)x", r".*.*.*.*.*x", r"(.*){3}.*.*x"]
+)
+@pytest.mark.parametrize("kind", ["match", "search"])
+def test_a_pattern_that_could_match_for_ever_is_refused(kind: str, pattern: str) -> None:
+    with pytest.raises(FormatError, match="take for ever"):
+        Rule(kind, pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(?:.*\.)?layers\.\d+\.mlp\..*_proj", r".*layers\..*\.mlp\.experts\..*_proj.*", r"^model\.(q|k|v)_proj$"],
+)
+def test_patterns_that_producers_write_are_used_and_answer_at_once(pattern: str) -> None:
+    rule, start = Rule("search", pattern), time.process_time()
+    for layer in range(100):
+        rule.matches(f"model.layers.{layer}.block_sparse_moe.experts.{layer}.mlp.shared.up_projection.weight")
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("config", [GPTQ, ROUND], ids=["gptq", "auto-round"])
+def test_a_sym_that_is_null_is_as_good_as_absent(config: dict[str, Any]) -> None:
+    absent = {key: value for key, value in config.items() if key != "sym"}
+    assert parse(absent | {"sym": None}).layer(Q) == parse(absent).layer(Q)
+    with pytest.raises(FormatError, match="wanted true or false"):
+        parse(absent | {"sym": "yes"})

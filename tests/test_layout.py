@@ -185,7 +185,7 @@ def test_strided_sources_pack_as_contiguous_ones() -> None:
 @pytest.mark.parametrize(
     "argument, value",
     [
-        ("layout", 2),
+        ("layout", 3),
         ("in_features", 0),
         ("out_features", 0),
         ("group_size", 65),

@@ -18,13 +18,14 @@ pytest.importorskip("safetensors")
 from models import edit_config, edit_tensors, tensors, write_float  # noqa: E402
 
 import awqjit  # noqa: E402
-from awqjit import config  # noqa: E402
+from awqjit import config, packer  # noqa: E402
 from awqjit.errors import ArgumentError, AwqJitWarning, CheckpointMismatchError, FormatError  # noqa: E402
 from awqjit.formats.awq import awq_to_standard  # noqa: E402
 from awqjit.formats.gptq import standard_to_gptq  # noqa: E402
 from awqjit.integrations.gguf_file import GgufSource, find, pair_halves, transformers_name  # noqa: E402
 from awqjit.integrations.quantize_folder import quantize_folder  # noqa: E402
 from awqjit.jit import forget  # noqa: E402
+from awqjit.layout import PackedWeight  # noqa: E402
 from awqjit.modules import Int4Linear  # noqa: E402
 
 IDS = torch.tensor([[1, 17, 99, 4, 56, 23]])
@@ -219,13 +220,12 @@ def test_every_misfit_is_listed_and_nothing_is_made_up(copy_of: Callable[[str], 
 def test_layers_that_cannot_be_packed_run_dequantized_with_one_warning(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(weight: Any, *args: Any, **options: Any) -> Int4Linear:
+    def refuse(weight: Any) -> PackedWeight:
         if weight.in_features == 96:
             raise awqjit.errors.ArgumentError("in_features", 96, "something else")
-        return original(weight, *args, **options)
+        return packer.in_torch(weight)
 
-    original = Int4Linear.from_quantized
-    monkeypatch.setattr(Int4Linear, "from_quantized", staticmethod(refuse))
+    monkeypatch.setattr(packer, "packer_for", lambda weights: refuse)
     with pytest.warns(AwqJitWarning, match="2 int4 layers run as dequantized") as caught:
         model = load(folders["llama-awq"])
     assert len([w for w in caught if issubclass(w.category, AwqJitWarning)]) == 1

@@ -47,7 +47,7 @@ before = field("VmRSS")
 if keep == "everything":
     from awqjit.checkpoint import Checkpoint
     kept, read = [], Checkpoint.read
-    def keeping(self, *names, dtype=None):
+    def keeping(self, *names, dtype=None, into=None):
         kept.append(read(self, *names, dtype=dtype))
         return dict(kept[-1])
     Checkpoint.read = keeping

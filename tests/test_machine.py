@@ -204,6 +204,16 @@ def test_a_hidden_level_names_the_variable_that_hides_it() -> None:
             assert "hidden by AWQJIT_MAX_ISA=portable" in level.reason
 
 
+def test_a_refusal_tells_what_is_hidden_from_what_is_not_there() -> None:
+    why = {"avx512_vnni": "the CPU does not have it", "avx512f": "hidden by AWQJIT_MAX_ISA=avx2", "avx512bw": "broken"}
+    here = Machine("x86_64", "Linux", "a CPU", frozenset({"avx2"}), max_isa="avx2", absent=why)
+    assert here.missing(frozenset({"avx2"})) is None
+    assert here.missing(frozenset({"avx512f"})) == "avx512f: hidden by AWQJIT_MAX_ISA=avx2"
+    assert here.missing(frozenset({"avx2", *why})) == (
+        "this CPU has no avx512_vnni; avx512bw: broken; avx512f: hidden by AWQJIT_MAX_ISA=avx2"
+    )
+
+
 # ---- nothing that would raise SIGILL is loaded ------------------------------------------------------------------
 
 
@@ -243,7 +253,7 @@ def test_what_a_wider_machine_left_in_the_cache_is_not_loaded_here(
     with monkeypatch.context() as patch:
         patch.setattr(machine, "_features", lambda: (reasons, "invented"))
         assert jit.choose(problem(target)).kernel.name == "portable"
-        with pytest.raises(launch.ForeignKernelError, match="is not loaded: this CPU has no"):
+        with pytest.raises(launch.ForeignKernelError, match=r"is not loaded: .*operating system has not switched on"):
             launch.CompiledKernel.load(spec, built.path)
     assert str(built.directory) not in _maps()
 

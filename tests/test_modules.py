@@ -234,6 +234,50 @@ def test_a_layer_without_memory_gets_it_from_to_empty_and_its_weight_from_a_stat
     assert torch.equal(filled(X), source(X))
 
 
+LAYERS: dict[str, Any] = {
+    "asymmetric": lambda: layer_of("awq", bias=randn(N)),
+    "symmetric": lambda: layer_of("gptq", "all 8", bias=randn(N, dtype=torch.bfloat16), compute="w4a8"),
+    "no bias": lambda: layer_of("gptq_v2"),
+    "act-order": lambda: Int4Linear.from_quantized(
+        QuantizedWeight(pack_nibbles(RAW.q), RAW.s, RAW.z, G, K, N, (torch.argsort(PERMUTED) // G).int()),
+        randn(N, dtype=torch.float16),
+        format=GPTQ_V1,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(LAYERS))
+def test_one_change_after_another_leaves_the_answers_as_they_were(kind: str) -> None:
+    model = nn.Sequential(LAYERS[kind]())
+    before, saved = model(X), model.state_dict()
+    for change in (
+        lambda m: m.half(),
+        copy.deepcopy,
+        lambda m: m.to(torch.bfloat16),
+        lambda m: pickle.loads(pickle.dumps(m)),
+        lambda m: m.double().share_memory(),
+        lambda m: refilled(copy.deepcopy(m).to("meta").to_empty(device="cpu"), m.state_dict()),
+        lambda m: refilled(m.to_empty(device="cpu"), saved),
+        lambda m: m.requires_grad_().eval().float().requires_grad_(False),
+    ):
+        model = change(model)
+        assert torch.equal(model(X), before)
+        for name, tensor in model.state_dict().items():
+            assert tensor.dtype == saved[name].dtype
+            assert torch.equal(tensor, saved[name])
+
+
+def refilled(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
+    model.load_state_dict(state)
+    return model
+
+
+def test_other_libraries_find_the_device_of_a_layer_by_its_packed_weight() -> None:
+    layer = layer_of("awq")
+    assert layer.qweight is layer.packed_weight
+    assert "qweight" not in dict(layer.named_buffers())
+
+
 # ---- in use -----------------------------------------------------------------------------------------------------
 
 

@@ -245,9 +245,9 @@ PACKED_FAULTS: list[tuple[str, Any, str, str]] = [
     ("group_size", -(2**63), str(-(2**63)), "1 to in_features=48"),
     ("group_size", K + 1, "49", "1 to in_features=48"),
     ("group_size", 2**63 - 1, str(2**63 - 1), "1 to in_features=48"),
-    ("layout", 0, "0", "1: this version"),
-    ("layout", 2, "2", "1: this version"),
-    ("layout", -1, "-1", "1: this version"),
+    ("layout", 0, "0", "1 or 2: this version"),
+    ("layout", 3, "3", "1 or 2: this version"),
+    ("layout", -1, "-1", "1 or 2: this version"),
 ]
 FAULTS: list[tuple[str, str, Any, str, str]] = [
     *((op, *fault) for op in ("int4_mm", "int4_linear", "int4_mm_backward", "unpack") for fault in PACKED_FAULTS),

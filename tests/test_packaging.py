@@ -176,6 +176,6 @@ def test_installing_brings_five_packages_and_the_rest_are_extras(wheel: Path) ->
     always = {re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line}
     assert always == {"torch", "jinja2", "filelock", "platformdirs", "numpy"}
     extras = set(metadata.get_all("Provides-Extra") or ())
-    assert extras == {"bench", "cli", "transformers", "gguf", "demo", "numba", "zig", "test", "dev"}
+    assert extras == {"bench", "cli", "transformers", "gguf", "demo", "numba", "zig", "xpu", "triton", "test", "dev"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"

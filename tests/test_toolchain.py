@@ -6,9 +6,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import platform
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -59,6 +61,49 @@ def test_zig_is_told_not_to_compile_for_this_very_cpu(monkeypatch: pytest.Monkey
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: real("json"))
     assert "-mcpu=baseline" in toolchain.candidates()[-1].argv
+
+
+ZIG_FLAGS = ("-nostdlib++", "-mcpu=baseline")
+
+
+@pytest.mark.parametrize("command", ["/opt/zig c++", "/opt/zig-0.17/zig c++ -mcpu=baseline", "py -m ziglang c++"])
+def test_a_zig_that_the_user_names_is_told_so_too(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWQJIT_CXX", command)
+    (found,) = toolchain.candidates()
+    assert sorted(found.argv[-2:]) == sorted(ZIG_FLAGS) and found.argv[-3] == "c++"
+
+
+def test_zig_as_something_other_than_a_compiler_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWQJIT_CXX", "/opt/zigzag -pipe")
+    assert toolchain.candidates()[0].argv == ("/opt/zigzag", "-pipe")
+
+
+def defaults(folder: Path, refused: str) -> Path:
+    """A compiler made to allow SSE3 always, unless it is told which CPU to compile for; some flags it does not know."""
+    told = f'case "$*" in *{refused}*) echo \'error: unknown option\' >&2; exit 1;; *-march=*) exec "$REAL" "$@";; esac'
+    return script(folder / "wide-c++", f'{told}\nexec "$REAL" -msse3 "$@"')
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="flags of x86-64 on Linux")
+def test_a_compiler_that_allows_more_than_every_cpu_has_is_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = defaults(tmp_path, refused="-mcpu=")
+    monkeypatch.setenv("AWQJIT_CXX", str(wide))
+    found = toolchain.find_compiler()
+    assert found.argv == (str(wide), "-march=x86-64")
+    assert found.identity.endswith("|-march=x86-64")
+    with pytest.raises(CompileError, match="no SSE3"):
+        compile_number(tmp_path / "built", found, '#ifndef __SSE3__\n#error "no SSE3"\n#endif\n')
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="flags of x86-64 on Linux")
+def test_a_compiler_that_cannot_be_told_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWQJIT_CXX", str(defaults(tmp_path, refused="-m[ac]*=")))
+    with pytest.raises(NoCompilerError, match="compiles for more than every CPU has, and neither -mcpu=baseline nor"):
+        toolchain.find_compiler()
 
 
 def test_no_flag_depends_on_this_cpu_or_breaks_ieee_arithmetic() -> None:

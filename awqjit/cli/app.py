@@ -28,6 +28,7 @@ from awqjit.cli.common import (
     table_of,
     wrapped,
 )
+from awqjit.cli.tune import command as tune_command
 from awqjit.spec import Problem
 from awqjit.version import __version__
 
@@ -38,6 +39,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(cache_app, name="cache")
+app.command("tune")(tune_command)
 
 
 def _version(wanted: bool) -> None:
@@ -84,6 +86,12 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
     compute: ComputeOption = Compute.w4a16,
     dtype: DtypeOption = Dtype.bfloat16,
+    lm_head: Annotated[
+        Compute | None, typer.Option(help="Round a float output layer to int4 too: faster, a little less accurate.")
+    ] = None,
+    fused: Annotated[
+        bool, typer.Option("--fuse", help="Run gate and up projections as one layer: the same results.")
+    ] = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
@@ -92,7 +100,8 @@ def generate(
     """Let a model continue a prompt, greedily, and print the text as it comes."""
     from awqjit.cli.generate import load, stream
 
-    model, tokenizer = load(folder, dtype.value, compute.value)
+    head = None if lm_head is None else lm_head.value
+    model, tokenizer = load(folder, dtype.value, compute.value, lm_head=head, fused=fused)
     show = (lambda text: None) if as_json else (lambda text: print(text, end="", flush=True))
     run = stream(model, tokenizer, prompt, max_new_tokens=max_new_tokens, write=show, raw=raw)
     if as_json:
@@ -219,6 +228,7 @@ def explain(
     bias: Annotated[bool, typer.Option("--bias", help="With a bias. Not for a folder.")] = False,
     compute: ComputeOption = Compute.w4a16,
     dtype: DtypeOption = Dtype.bfloat16,
+    device: Annotated[str, typer.Option(help="Where the layer is: cpu, or a GPU's type such as xpu.")] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Show which kernel a layer gets, and for every other one why not."""
@@ -238,7 +248,7 @@ def explain(
         problems = folder_problems(what[0], compute.value, dtype.value)
     else:
         raise typer.BadParameter("give K and N, or a folder")
-    rows = explain_problems(problems)
+    rows = explain_problems(problems, device)
     if as_json:
         print_json(rows)
         return

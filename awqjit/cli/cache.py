@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from awqjit import store, upkeep
+from awqjit import upkeep
 from awqjit.cli.common import Compute, Dtype, JsonOption, age, print_json, size, table_of
 from awqjit.places import Place
 from awqjit.upkeep import Item, Removal
@@ -69,14 +69,10 @@ def show(
     directory: DirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show all that is known of a kernel: files, compiler, command, and whether it is sound."""
+    """Show all that is known of a kernel or a tuning record, and whether it is sound."""
     rows = []
     for item in upkeep.find(tuple(place.path for place in _places(directory)), name):
-        reason = upkeep.audit(item.path) if item.kind == "kernel" else f"not a kernel: {item.kind}"
-        try:
-            meta = store.read_meta(item.path)
-        except (OSError, ValueError, RecursionError):
-            meta = {}  # the reason says so
+        reason, meta = upkeep.described(item)
         rows.append(item.to_dict() | {"directory": str(item.path), "sound": not reason, "reason": reason, "meta": meta})
     if as_json:
         print_json(rows)
@@ -94,7 +90,7 @@ def verify(
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged; it is built again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every stored kernel by its checksums. The exit code is 1 if a damaged one is left."""
+    """Check all kernels and tuning records by their checksums. The exit code is 1 if a damaged one is left."""
     places = (upkeep.named_place(directory),) if remove else _places(directory)
     found = [(place, upkeep.verify(place, remove)) for place in places]
     left = sum(bool(finding.reason) and not finding.removed for _, findings in found for finding in findings)

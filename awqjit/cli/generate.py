@@ -13,6 +13,7 @@ import torch
 
 from awqjit import jit
 from awqjit.errors import ArgumentError
+from awqjit.fusion import fuse
 from awqjit.integrations.transformers import from_pretrained, local_folder, read_tokenizer, require_transformers
 
 
@@ -43,10 +44,20 @@ class Run:
         return asdict(self) | {"decode_tokens_per_second": self.decode_tokens_per_second}
 
 
-def load(folder: str, dtype: str, compute: str) -> tuple[Any, Any]:
-    """A model with its kernels ready, and its tokenizer."""
+def load(folder: str, dtype: str, compute: str, *, lm_head: str | None = None, fused: bool = False) -> tuple[Any, Any]:
+    """A model with its kernels ready, and its tokenizer.
+
+    Args:
+        folder: or hub id.
+        dtype: of activations.
+        compute: mode of the int4 layers.
+        lm_head: mode in which to round a float output layer to int4, or None.
+        fused: run gate and up projections as one layer.
+    """
     tokenizer = load_tokenizer(folder)
-    model = from_pretrained(folder, dtype=dtype, compute=compute)
+    model = from_pretrained(folder, dtype=dtype, compute=compute, lm_head=lm_head)
+    if fused:
+        fuse(model)
     jit.warm(model)
     return model, tokenizer
 

@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 
-from awqjit import cache, config, jit, machine, places, select, slots, toolchain, upkeep
+from awqjit import cache, config, jit, machine, places, records, select, slots, toolchain, upkeep
+from awqjit.backends import triton
 from awqjit.cli import kernels
 from awqjit.errors import ArgumentError, ConfigError
 from awqjit.ops import dispatcher
 from awqjit.spec import COMPUTE, Problem, act_bits_of
 from awqjit.weight import resolve_group_size
+from awqjit.xpu import device as xpu_device
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "jinja2", "gguf", "numba", "ziglang", "typer", "rich")
+XPU_PACKAGES = ("intel-sycl-rt", "intel-opencl-rt")
 
 
 def collect() -> dict[str, Any]:
@@ -35,6 +38,7 @@ def collect() -> dict[str, Any]:
         "operator": _operator(),
         "compiler": _compilers(),
         "cache": _caches(),
+        "tuning": _tuning(),
         "threads": _threads(),
         "setting": {variable.name: _value(variable) for variable in config.VARIABLES},
     }
@@ -59,7 +63,7 @@ def _merged(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in ("awqjit", *PACKAGES):
+    for name in ("awqjit", *PACKAGES, *XPU_PACKAGES):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -103,6 +107,20 @@ def _rows() -> dict[str, str]:
             found[row.name] = f"{state} for {' and '.join(served)}"
         else:
             found[row.name] = state if state != "on" else str(next(iter(asked.values())))
+    return found | _accelerator_rows(here)
+
+
+def _accelerator_rows(here: machine.Machine) -> dict[str, str]:
+    """The same for the rows of other devices than the CPU, by the device's type and the row's name."""
+    here = triton.describe(xpu_device.describe(here))
+    found = {}
+    for row in select.ACCELERATOR_ROWS:
+        asked = {
+            bits: row.accepts(Problem(64, 16, 32, "bf16", "fp16", True, False, bits), here) for bits in COMPUTE.values()
+        }
+        served = [f"w4a{bits}" for bits, reason in asked.items() if reason is None]
+        state = f"on for {' and '.join(served)}" if served else str(next(iter(asked.values())))
+        found[f"{row.device} {row.name}"] = state
     return found
 
 
@@ -147,6 +165,28 @@ def _caches() -> list[dict[str, Any]]:
         reason = f" ({place.reason})" if place.reason else ""
         rows.append({str(place.path): f"{place.origin}; {place.use}{reason}; {held}"})
     return rows
+
+
+def _tuning() -> dict[str, Any]:
+    """How many tuning records there are, how many of these hold here, and why others do not."""
+    try:
+        here, threads, found = records.cpu_model(), torch.get_num_threads(), tuple(records.everywhere())
+    except ConfigError as error:
+        return {"error": str(error)}
+    used = 0
+    reasons: dict[str, int] = {}
+    for path in found:
+        try:
+            body = records.load(path)
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error)
+        else:
+            reason = records.foreign(body, here, threads)
+        used += not reason
+        if reason:
+            reasons[reason] = reasons.get(reason, 0) + 1
+    passed_over = "".join(f"; {count} not used: {reason}" for reason, count in reasons.items())
+    return {"records": f"{used} for this CPU and {threads} threads{passed_over}"}
 
 
 def _threads() -> dict[str, Any]:
@@ -218,15 +258,25 @@ def baking_problems(folders: Sequence[str], computes: Sequence[str], dtypes: Seq
     return tuple(dict.fromkeys(found))
 
 
-def explain_problems(problems: Iterable[Problem]) -> list[dict[str, Any]]:
-    """For each problem every row of the selection table, in order, with its reason."""
+def explain_problems(problems: Iterable[Problem], device: str = "cpu") -> list[dict[str, Any]]:
+    """For each problem every row of the selection table for a type of device, in order, with its reason.
+
+    Raises:
+        ArgumentError: the table has no row for such a device.
+        KernelRefusedError: ``AWQJIT_KERNEL`` forces a row that cannot run a problem.
+    """
+    devices = dict.fromkeys(row.device for row in (*select.ROWS, *select.ACCELERATOR_ROWS))
+    if device not in devices:
+        raise ArgumentError("device", repr(device), " or ".join(devices))
     computer, forced = machine.detect(), config.KERNEL.read()
+    if device != "cpu":
+        computer = triton.describe(xpu_device.describe(computer))
     explained = []
     for problem in problems:
         if forced is not None:
-            select.choose(problem, computer, forced=forced)  # a forced row that cannot run it is an error
+            select.choose(problem, computer, device, forced)  # a forced row that cannot run it is an error
         rows = []
-        for verdict in kernels.explain(problem, computer, forced=forced):
+        for verdict in kernels.explain(problem, computer, forced, device):
             rows.append({"kernel": verdict.row.name, "chosen": verdict.chosen, "reason": verdict.reason or ""})
         explained.append({"problem": problem.slug, "rows": rows})
     return explained

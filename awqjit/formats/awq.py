@@ -13,6 +13,8 @@ so nibble i of word c holds column 8c + [0, 2, 4, 6, 1, 3, 5, 7][i]. A zero poin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,66 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, counted from the word's first, that each nibble of a word holds."""
 
 
+@dataclass(frozen=True, eq=False)
+class AwqWeight:
+    """One AWQ gemm layer as its checkpoint holds it; K and N are told by its tensors.
+
+    Attributes:
+        qweight: int32 [K, N / 8], words as drawn at the head of this module.
+        scales: fp16, bf16 or fp32 [G, N], G = ceil(K / group_size).
+        qzeros: int32 [G, N / 8], words as qweight's; None when every zero point is 8.
+        group_size: rows that share a scale, 1 to K; given as -1, or more than K, for all K.
+
+    Raises:
+        ArgumentError: a tensor has another dtype or shape, or group_size is not -1 or at least 1.
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    qzeros: Tensor | None
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.qweight, Tensor) or self.qweight.dim() != 2:
+            got = getattr(self.qweight, "shape", type(self.qweight).__name__)
+            raise ArgumentError("qweight", got, "a 2-D tensor [K, N / 8]")
+        k, words = self.qweight.shape
+        object.__setattr__(self, "group_size", resolve_group_size(self.group_size, k))
+        check_tensor("qweight", self.qweight, (k, words), torch.int32)
+        check_tensor("scales", self.scales, (self.groups, 8 * words), *SCALE_DTYPES)
+        if self.qzeros is not None:
+            check_tensor("qzeros", self.qzeros, (self.groups, words), torch.int32)
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.qweight.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return 8 * self.qweight.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return ceil_div(self.in_features, self.group_size)
+
+    def standard(self) -> QuantizedWeight:
+        """The canonical weight: words of 8 rows of one column. No value changes.
+
+        ``zeros`` is None only if ``qzeros`` is. It shares no memory with qweight and qzeros.
+        """
+        return QuantizedWeight(
+            qweight=_standard_words(self.qweight),
+            scales=self.scales,
+            zeros=None if self.qzeros is None else unpack_columns(self.qzeros, ORDER),
+            group_size=self.group_size,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+
+
 def awq_to_standard(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int) -> QuantizedWeight:
     """One AWQ gemm layer in the standard (GPTQ) orientation: words of 8 rows of one column. No value changes.
 
@@ -48,24 +110,7 @@ def awq_to_standard(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, grou
     Raises:
         ArgumentError: a tensor has another dtype or shape, or group_size is not -1 or at least 1.
     """
-    if not isinstance(qweight, Tensor) or qweight.dim() != 2:
-        raise ArgumentError("qweight", getattr(qweight, "shape", type(qweight).__name__), "a 2-D tensor [K, N / 8]")
-    k, words = qweight.shape
-    n = 8 * words
-    group_size = resolve_group_size(group_size, k)
-    groups = ceil_div(k, group_size)
-    check_tensor("qweight", qweight, (k, words), torch.int32)
-    check_tensor("scales", scales, (groups, n), *SCALE_DTYPES)
-    if qzeros is not None:
-        check_tensor("qzeros", qzeros, (groups, words), torch.int32)
-    return QuantizedWeight(
-        qweight=_standard_words(qweight),
-        scales=scales,
-        zeros=None if qzeros is None else unpack_columns(qzeros, ORDER),
-        group_size=group_size,
-        in_features=k,
-        out_features=n,
-    )
+    return AwqWeight(qweight, scales, qzeros, group_size).standard()
 
 
 def standard_to_awq(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,9 +33,11 @@ def optional_integer(config: Mapping[str, Any], *keys: str) -> int | None:
     return values[0] if values else None
 
 
-def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """The value of a key that is true or false."""
+def flag(config: Mapping[str, Any], key: str, default: bool, *, null: bool = False) -> bool:
+    """The value of a key that is true or false; with ``null``, null is as good as no key."""
     value = config.get(key, default)
+    if null and value is None:
+        return default
     if not isinstance(value, bool):
         raise FormatError(f"quantization_config says {key}={value!r}, wanted true or false", CORRECT)
     return value

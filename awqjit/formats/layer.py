@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from awqjit.errors import ArgumentError, AwqJitWarning, FormatError
+from awqjit.errors import ArgumentError, AwqJitWarning, FormatError, LostScaleError
+from awqjit.formats.awq import AwqWeight
 from awqjit.formats.shapes import Shapes
 from awqjit.formats.table import PACK_QUANTIZED, PACKINGS, Packing, packing_of
 from awqjit.formats.wide import dequantize_gptq, dequantize_pack_quantized
@@ -205,12 +206,28 @@ class LayerFormat:
             ArgumentError: the tensors do not fit together or have another dtype.
             FormatError: they are in a form that is not read, or hold scales that are NaN or infinite.
         """
+        weight = self.read_stored(tensors, in_features, out_features, notes=notes)
+        weight = weight.standard() if isinstance(weight, AwqWeight) else weight
+        if not weight.scales.is_meta and not bool(torch.isfinite(weight.scales).all()):
+            raise LostScaleError
+        return weight
+
+    def read_stored(
+        self,
+        tensors: Mapping[str, Tensor],
+        in_features: int | None = None,
+        out_features: int | None = None,
+        *,
+        notes: list[str] | None = None,
+    ) -> QuantizedWeight | AwqWeight:
+        """As :meth:`read`, for those who pack the weight: its values may still be as they are stored.
+
+        That every scale is a number is for them to find out too (:mod:`awqjit.packer` does both).
+        """
         if self.refused is not None:
             raise FormatError(f"the layer cannot be read: {self.refused}", "Use the float model's weights for it.")
         found: list[str] = []
         weight = self.packing.read(self, tensors, in_features, found)
-        if not weight.scales.is_meta and not bool(torch.isfinite(weight.scales).all()):
-            raise FormatError("a scale is NaN or infinite", "The checkpoint is damaged: fetch or quantize it again.")
         got, wanted = (weight.in_features, weight.out_features), (in_features, out_features)
         if any(size not in (None, actual) for size, actual in zip(wanted, got, strict=True)):
             raise ArgumentError(self.mark, f"a weight of {got[0]} x {got[1]}", f"{wanted[0]} x {wanted[1]}")

@@ -87,7 +87,9 @@ def parse(config: Mapping[str, Any]) -> FormatConfig:
         bits=integer(config, "bits", "w_bit"),
         group_size=integer(config, "group_size", "q_group_size"),
         # An AWQ config may also carry a `sym` that its writer inherited from GPTQ: only zero_point speaks for AWQ.
-        zero_point=flag(config, "zero_point", True) if row.method == "awq" else not flag(config, "sym", True),
+        zero_point=flag(config, "zero_point", True)
+        if row.method == "awq"
+        else not flag(config, "sym", True, null=True),
         version=_version(config, row),
         modules_to_not_convert=names(config, "modules_to_not_convert"),
         rules=_dynamic(config, row.method),
@@ -210,7 +212,7 @@ def _parse_auto_round(config: Mapping[str, Any]) -> FormatConfig:
         method="auto-round",
         bits=integer(config, "bits"),
         group_size=integer(config, "group_size"),
-        zero_point=not flag(config, "sym", True),
+        zero_point=not flag(config, "sym", True, null=True),
         version=version,
         modules_to_not_convert=names(config, "modules_to_not_convert"),
         rules=(*_extra(config, "name"), *_dynamic(config, "auto-round"), *_extra(config, "search")),

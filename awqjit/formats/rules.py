@@ -3,17 +3,78 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from awqjit.errors import FormatError
 
 
 @lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
+    compiled = re.compile(pattern)
+    _check_time(pattern)
+    return compiled
+
+
+_MANY = 10  # repetitions from which on they count as open
+_LOOPS = 4
+
+
+def _loops(parsed: Any) -> int:
+    """Repetitions of a parsed regular expression that may run more than a few times, one after the other.
+
+    Raises:
+        ValueError: one holds another, or alternatives: trying all ways to divide a name among them can take for ever.
+    """
+    found = 0
+    for operation, argument in parsed:
+        kind = str(operation)
+        if kind in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            _, most, body = argument
+            inner = _loops(body)
+            if int(most) < _MANY:
+                found += inner * int(most)
+            elif inner or _branches(body):
+                raise ValueError("it repeats what is itself repeated or a choice, which can take for ever to match")
+            else:
+                found += 1
+        else:
+            found += sum(_loops(part) for part in _subpatterns(argument))
+    return found
+
+
+def _branches(parsed: Any) -> bool:
+    return any(
+        str(operation) == "BRANCH" or any(_branches(part) for part in _subpatterns(argument))
+        for operation, argument in parsed
+    )
+
+
+def _subpatterns(argument: Any) -> list[Any]:
+    """The parsed expressions that an operation's argument holds."""
+    if hasattr(argument, "getwidth"):
+        return [argument]
+    if isinstance(argument, (tuple, list)):
+        return [part for entry in argument for part in _subpatterns(entry)]
+    return []
+
+
+def _check_time(pattern: str) -> None:
+    """Refuse a regular expression whose time to match a layer's name has no sensible bound.
+
+    A config is somebody else's, and Python's matcher tries every way to divide a name among repetitions.
+
+    Raises:
+        ValueError: it is such.
+    """
+    parser = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+    if _loops(parser.parse(pattern)) > _LOOPS:
+        raise ValueError(f"it has more than {_LOOPS} open repetitions, which can take for ever to match")
 
 
 def _parts(pattern: str, name: str) -> bool:
@@ -77,6 +138,11 @@ class Rule:
             except (re.error, OverflowError, RecursionError) as error:
                 raise FormatError(
                     f"quantization_config names layers by {self.pattern!r}, which is no regular expression ({error})",
+                    "Correct the config.",
+                ) from None
+            except ValueError as error:
+                raise FormatError(
+                    f"quantization_config names layers by {self.pattern!r}, which is not used: {error}",
                     "Correct the config.",
                 ) from None
         if self.group_size is not None and self.group_size != -1 and self.group_size < 1:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from awqjit.errors import ArgumentError, FormatError
-from awqjit.formats.awq import awq_to_standard, standard_to_awq
+from awqjit.formats.awq import AwqWeight, standard_to_awq
 from awqjit.formats.gemv import gemv_to_standard, standard_to_gemv, zeros_width
 from awqjit.formats.gptq import gptq_to_standard, standard_to_gptq
 from awqjit.formats.pack_quantized import pack_quantized_to_standard, standard_to_pack_quantized
@@ -44,7 +44,8 @@ class Packing:
         title: what messages call it.
         tensor_names: last names of the tensors a layer may have; the first marks the layer as quantized.
         shapes: ``shapes(layer, K, N)``, see :meth:`awqjit.formats.LayerFormat.shapes`.
-        read: ``read(layer, tensors, K or None, notes)``.
+        read: ``read(layer, tensors, K or None, notes)``: the canonical weight, or, where rearranging the values can be
+            left to whoever packs them, the weight as it is stored.
         write: ``write(layer, weight)``.
         groups: ``groups(shape of the scales)``: G, or None where padding hides it.
         features: ``features(shape of the marking tensor, shape of the scales)``: (K, N) as far as they tell it: K is
@@ -57,7 +58,7 @@ class Packing:
     title: str
     tensor_names: tuple[str, ...]
     shapes: Callable[[Settings, int, int], dict[str, Shapes]]
-    read: Callable[[Settings, Tensors, int | None, list[str]], QuantizedWeight]
+    read: Callable[[Settings, Tensors, int | None, list[str]], QuantizedWeight | AwqWeight]
     write: Callable[[Settings, QuantizedWeight], dict[str, Tensor]]
     groups: Callable[[tuple[int, ...]], int | None]
     features: Callable[[tuple[int, ...], tuple[int, ...]], tuple[int, int]]
@@ -86,10 +87,12 @@ def _groups(layer: Settings, k: int) -> int:
     return ceil_div(k, resolve_group_size(layer.group_size, k))
 
 
-def _trivial_g_idx(tensors: Tensors, weight: QuantizedWeight) -> None:
+def _trivial_g_idx(tensors: Tensors, weight: QuantizedWeight | AwqWeight) -> None:
     """AWQ has no act-order; some packers write the trivial g_idx all the same."""
     g_idx = tensors.get("g_idx")
-    if g_idx is not None and not torch.equal(g_idx.long(), weight.row_groups().long()):
+    if g_idx is not None and not torch.equal(
+        g_idx.long(), torch.arange(weight.in_features, device=g_idx.device) // weight.group_size
+    ):
         raise FormatError("an AWQ layer has a g_idx other than k // group_size", "Use the checkpoint's GPTQ form.")
 
 
@@ -106,9 +109,9 @@ def _awq_shapes(layer: Settings, k: int, n: int) -> dict[str, Shapes]:
     }
 
 
-def _read_awq(layer: Settings, tensors: Tensors, k: int | None, notes: list[str]) -> QuantizedWeight:
+def _read_awq(layer: Settings, tensors: Tensors, k: int | None, notes: list[str]) -> AwqWeight:
     _need(tensors, "qweight", "scales")
-    weight = awq_to_standard(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), layer.group_size)
+    weight = AwqWeight(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), layer.group_size)
     _trivial_g_idx(tensors, weight)
     return weight
 
@@ -291,4 +294,4 @@ def packing_of(method: str, version: str) -> Packing:
         return found
     if method not in {known for known, _ in PACKINGS}:
         raise refuse(f"a checkpoint of quant_method {method!r}", method)
-    raise refuse(f"a {method} checkpoint of version {version!r}", version)
+    raise refuse(f"a checkpoint of quant_method {method!r} and version {version!r}", version)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from awqjit import formats, loader
 from awqjit.checkpoint import Checkpoint
 from awqjit.errors import ArgumentError, AwqJitWarning, FormatError, MissingDependencyError
 from awqjit.integrations import conversions
+from awqjit.integrations.head import quantize_head
 from awqjit.plan import make_plan
 from awqjit.spec import act_bits_of
 
@@ -37,6 +39,24 @@ _IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
 _LONGEST = 300  # characters of another library's message: some list every model type there is
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+class _Making:
+    """The library changes torch's default dtype while it makes a model: two threads would leave each other's behind."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+_making = _Making()
+
+
+def _after_fork_in_child() -> None:
+    _making.lock = threading.Lock()  # another thread may have held it at the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def require_transformers(feature: str = "loading a transformers folder") -> Any:
@@ -97,7 +117,11 @@ def skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
         FormatError: transformers has no such model, or the config's values make none.
     """
     library = require_transformers()
-    with _as_format_error("transformers makes no causal language model of this config"), torch.device("meta"):
+    with (
+        _making.lock,
+        _as_format_error("transformers makes no causal language model of this config"),
+        torch.device("meta"),
+    ):
         return library.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
@@ -125,6 +149,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype | str = torch.bfloat16,
     compute: str = "w4a16",
+    lm_head: str | None = None,
     progress: bool = True,
 ) -> PreTrainedModel:
     """Load an int4 causal language model that transformers knows (Llama, Qwen2 and models built like them).
@@ -138,6 +163,8 @@ def from_pretrained(
         dtype: of activations and of everything that is not int4: bfloat16, float16, float32 or "auto" (the config's).
             Scales keep the checkpoint's dtype.
         compute: "w4a16" (activations as they are) or "w4a8" (activations rounded to int8 per row and group).
+        lm_head: "w4a16" or "w4a8": round a float output layer to int4 too (:func:`awqjit.quantize_head`); None leaves
+            it as the checkpoint has it.
         progress: show progress bars on stderr.
 
     Returns:
@@ -151,6 +178,8 @@ def from_pretrained(
     """
     transformers = require_transformers()
     act_bits_of(compute)
+    if lm_head is not None:
+        act_bits_of(lm_head)
     folder = local_folder(folder_or_id)
     checkpoint, described, format = _open(folder)
     config = read_config(folder)
@@ -176,13 +205,46 @@ def from_pretrained(
         show_progress=progress,
     )
     _untie(model, plan.untied)
-    model.config.quantization_config = _described_now(described, format.method, refused)
+    model.config.quantization_config = described_now(described, format.method, refused)
     if (folder / "generation_config.json").exists():
         with _as_format_error(f"transformers cannot read {folder / 'generation_config.json'}"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = os.fspath(folder_or_id)
     _check_complete(model)
+    if lm_head is not None:
+        quantize_head(model, compute=lm_head)
     return model.eval()
+
+
+def enable(compute: str = "w4a16") -> None:
+    """Let the library's own ``from_pretrained`` load int4 folders through awqjit, until :func:`disable`.
+
+    AWQ, GPTQ, compressed-tensors and AutoRound folders on their way to a CPU (or XPU) become what
+    :func:`from_pretrained` makes of them; neither gptqmodel nor autoawq has to be installed. A load that names a
+    ``quantization_config`` of another library, or another device, is left alone. In a form that awqjit does not read a
+    folder is left to the library, with a warning. May be called again, to change ``compute``, and from any thread.
+
+    Args:
+        compute: "w4a16" or "w4a8". One load may differ: ``from_pretrained(..., quantization_config=AwqJitConfig(...))``
+            with :class:`awqjit.integrations.transformers_quantizer.AwqJitConfig`.
+
+    Raises:
+        ArgumentError: ``compute`` is unknown.
+        MissingDependencyError: transformers is not installed.
+    """
+    act_bits_of(compute)
+    require_transformers()
+    from awqjit.integrations import transformers_takeover
+
+    transformers_takeover.take_over(compute)
+
+
+def disable() -> None:
+    """Undo :func:`enable`. Models that are loaded stay as they are."""
+    require_transformers()
+    from awqjit.integrations import transformers_takeover
+
+    transformers_takeover.give_back()
 
 
 def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
@@ -201,7 +263,7 @@ def local_folder(folder_or_id: str | os.PathLike[str]) -> Path:
         raise FormatError(f"{text} is neither a folder nor a hub model that can be fetched: {error}", "") from error
 
 
-def _described_now(described: dict[str, Any], method: str, refused: tuple[str, ...]) -> dict[str, Any]:
+def described_now(described: dict[str, Any], method: str, refused: tuple[str, ...]) -> dict[str, Any]:
     """The quantization config of a model some of whose layers have become float, as that method's readers expect it."""
     changed = copy.deepcopy(described)
     if not refused:

@@ -47,10 +47,13 @@ for _name, _function, _fake in (
     ("pack_awq", packing.pack_awq, packing.pack_awq_fake),
     ("unpack", packing.unpack, packing.unpack_fake),
 ):
-    _library.impl(_name, _function, "CPU")
+    for _key in ("CPU", "XPU", "CUDA"):
+        _library.impl(_name, _function, _key)
     torch.library.register_fake(f"awqjit::{_name}", _fake, lib=_library)
 # An alias key, for the dispatcher in C++ to take precedence over with the key CPU itself.
 _library.impl("int4_mm", dispatcher.int4_mm, "CompositeExplicitAutograd")
+for _key in ("XPU", "CUDA"):
+    _library.impl("int4_mm", matmul.int4_mm, _key)
 torch.library.register_fake("awqjit::int4_mm", matmul.int4_mm_fake, lib=_library)
 for _name, _function in (
     ("int4_mm", matmul.int4_mm_autograd),
@@ -59,7 +62,8 @@ for _name, _function in (
 ):
     _library.impl(_name, _function, "Autograd")
 for _name in ("int4_mm", "int4_linear"):
-    _library.impl(_name, matmul.autocast(_name), "AutocastCPU")
+    for _device, _key in matmul.AUTOCAST.items():
+        _library.impl(_name, matmul.autocast(_name, _device), _key)
 for _name in ("int4_mm", "int4_linear", "int4_mm_backward"):
     torch.library.register_vmap(f"awqjit::{_name}", matmul.vmap(_name), lib=_library)
 

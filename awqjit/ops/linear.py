@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from awqjit.errors import ArgumentError
-from awqjit.layout import BLOCK, LAYOUT_CPU, PackedWeight, unpack
+from awqjit.layout import BLOCK, LAYOUT_CPU, unpack
 from awqjit.ops.checks import check_perm_values, check_x, packed_weight
 from awqjit.ops.matmul import refuse_tangents, refuse_trained_scales
 
@@ -135,18 +135,8 @@ def int4_mm_backward(
     rows = grad.reshape(-1, out_features).to(torch.float32)
     grad_x = torch.zeros(rows.shape[0], in_features, dtype=torch.float32, device=grad.device)
     for block in range(0, weight.shape[0], _BACKWARD_BLOCKS):
-        some = slice(block, block + _BACKWARD_BLOCKS)
-        columns = slice(block * BLOCK, min((block + _BACKWARD_BLOCKS) * BLOCK, out_features))
-        part = PackedWeight(
-            weight[some],
-            scales[some],
-            None if packed.zeros is None else packed.zeros[some],
-            packed.perm,
-            in_features,
-            columns.stop - columns.start,
-            packed.group_size,
-            layout,
-        )
+        part = packed.columns(block, block + _BACKWARD_BLOCKS)
+        columns = slice(block * BLOCK, block * BLOCK + part.out_features)
         grad_x.addmm_(rows[:, columns], unpack(part).dequantize(torch.float32).t())
     return grad_x.to(grad.dtype).reshape(*grad.shape[:-1], in_features)
 

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from awqjit import jit, launch
+from awqjit import jit, launch, select
 from awqjit.errors import ArgumentError
-from awqjit.layout import LAYOUT_CPU
+from awqjit.layout import LAYOUT_CPU, LAYOUT_GPU
 from awqjit.ops.checks import check_int4_mm, check_perm_values, refuse_none
+from awqjit.xpu import device as xpu_device
+
+AUTOCAST: dict[str, str] = {"cpu": "AutocastCPU", "xpu": "AutocastXPU", "cuda": "AutocastCUDA"}
+"""Type of device -> dispatch key of its autocast."""
 
 _checked: dict[tuple[Any, ...], jit.Kernel] = {}
 """Argument shapes, dtypes and ints that were checked before -> the kernel that serves them."""
@@ -88,10 +92,19 @@ def kernel_for(
         problem = check_int4_mm(
             x, weight, scales, zeros, bias, in_features, out_features, group_size, act_bits, perm, layout
         )
-        if x.device.type != "cpu":
-            raise ArgumentError("x", f"device {x.device}", "device cpu: there is no kernel for another one")
-        kernel = _checked[key] = jit.choose(problem).kernel
+        kernel = _checked[key] = jit.choose(problem, _place(x, layout)).kernel
     return kernel
+
+
+def _place(x: Tensor, layout: int) -> str:
+    """What the device goes by that computes a call, which its layout has to be for."""
+    if x.device.type not in {row.device for row in (*select.ROWS, *select.ACCELERATOR_ROWS)}:
+        raise ArgumentError("x", f"device {x.device}", "device cpu, xpu or cuda: there is no kernel for another one")
+    if layout == LAYOUT_GPU:
+        return xpu_device.name_of(x.device)
+    if x.device.type != "cpu":
+        raise ArgumentError("layout", f"{layout} on {x.device}", f"{LAYOUT_GPU}, which kernels for that device read")
+    return "cpu"
 
 
 def _run(
@@ -181,7 +194,8 @@ def int4_mm_autograd(
         return torch.ops.awqjit.int4_mm.default(x, weight, scales, zeros, *rest, **named)
 
 
-def autocast(name: str) -> Any:
+def autocast(name: str, device: str) -> Any:
+    """The operator under ``torch.autocast(device)``: x and bias are cast, nothing else."""
     op = getattr(torch.ops.awqjit, name).default
 
     def lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -191,8 +205,8 @@ def autocast(name: str) -> Any:
     def cast(
         x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, *rest: Any, **named: Any
     ) -> Tensor:
-        dtype = torch.get_autocast_dtype("cpu")
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        dtype = torch.get_autocast_dtype(device)
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, AUTOCAST[device]))
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(
                 lower(x, dtype), weight, scales, zeros, None if bias is None else lower(bias, dtype), *rest, **named

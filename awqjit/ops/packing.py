@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from awqjit import jit
 from awqjit import layout as layouts
 from awqjit.errors import ArgumentError
 from awqjit.formats.awq import awq_to_standard
-from awqjit.layout import BLOCK, LAYOUT_CPU, packed_rows
+from awqjit.layout import LAYOUT_CPU
 from awqjit.ops.checks import check_perm_values, none_if_empty, packed_weight, refuse_none, resolve
 from awqjit.weight import QuantizedWeight, ceil_div
+from awqjit.xpu import device as xpu_device
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,12 +45,18 @@ def _canonical(
     )
 
 
+def _prepared(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight, once its device's kernels have shown that they compute right."""
+    if weight.device.type != "cpu":
+        jit.prepare(xpu_device.name_of(weight.device))
+    return weight
+
+
 def pack(
     qweight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, in_features: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    packed = layouts.pack(
-        _canonical(qweight, scales, none_if_empty(zeros), none_if_empty(g_idx), group_size, in_features)
-    )
+    weight = _canonical(qweight, scales, none_if_empty(zeros), none_if_empty(g_idx), group_size, in_features)
+    packed = layouts.pack(_prepared(weight))
     return (
         packed.weight,
         packed.scales,
@@ -63,14 +71,14 @@ def pack_fake(
     zeros, g_idx = none_if_empty(zeros), none_if_empty(g_idx)
     _on_one_device(qweight, scales=scales, zeros=zeros, g_idx=g_idx)
     _canonical(_meta(qweight), _meta(scales), _meta(zeros), _meta(g_idx), group_size, in_features)
-    blocks = ceil_div(scales.shape[1], BLOCK)
-    words = packed_rows(in_features, resolve(group_size, in_features)) // 8
+    group_size = resolve(group_size, in_features)
+    words, rows = layouts.packed_shapes(layouts.layout_for(qweight.device), in_features, scales.shape[1], group_size)
     # Whether g_idx is in order is in its data: the shape of perm is known only when it is absent.
     perm = 0 if g_idx is None else torch.library.get_ctx().new_dynamic_size()
     return (
-        qweight.new_empty(blocks, words, BLOCK),
-        scales.new_empty(blocks, scales.shape[0], BLOCK),
-        qweight.new_empty(0 if zeros is None else (blocks, scales.shape[0], BLOCK), dtype=torch.uint8),
+        qweight.new_empty(words),
+        scales.new_empty(rows),
+        qweight.new_empty(0 if zeros is None else rows, dtype=torch.uint8),
         qweight.new_empty(perm, dtype=torch.int32),
     )
 
@@ -84,7 +92,7 @@ def _has_elements(qweight: Tensor) -> None:
 def pack_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     _has_elements(qweight)
     refuse_none(scales=scales)
-    packed = layouts.pack(awq_to_standard(qweight, scales, none_if_empty(qzeros), group_size))
+    packed = layouts.pack(_prepared(awq_to_standard(qweight, scales, none_if_empty(qzeros), group_size)))
     return packed.weight, packed.scales, _or_empty(packed.zeros, qweight, torch.uint8)
 
 
@@ -96,12 +104,12 @@ def pack_awq_fake(
     _on_one_device(qweight, scales=scales, qzeros=qzeros)
     awq_to_standard(_meta(qweight), _meta(scales), _meta(qzeros), group_size)
     in_features = qweight.shape[0]
-    words = packed_rows(in_features, resolve(group_size, in_features)) // 8
-    blocks = ceil_div(scales.shape[1], BLOCK)
+    group_size = resolve(group_size, in_features)
+    words, rows = layouts.packed_shapes(layouts.layout_for(qweight.device), in_features, scales.shape[1], group_size)
     return (
-        qweight.new_empty(blocks, words, BLOCK),
-        scales.new_empty(blocks, scales.shape[0], BLOCK),
-        qweight.new_empty(0 if qzeros is None else (blocks, scales.shape[0], BLOCK), dtype=torch.uint8),
+        qweight.new_empty(words),
+        scales.new_empty(rows),
+        qweight.new_empty(0 if qzeros is None else rows, dtype=torch.uint8),
     )
 
 
