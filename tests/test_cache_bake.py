@@ -87,7 +87,10 @@ def test_an_image_holds_kernels_of_several_cpus_for_any_user_and_is_never_writte
     assert [row["kernel"] for row in report["kernels"]] == ["avx512_vnni", "avx2"]
     assert {row["problem"] for row in report["kernels"]} == {PROBLEM.slug} and report["notes"] == []
     kept = {path.name for path in baked.iterdir()}
-    assert {name.partition("-")[0] for name in kept - {row["name"] for row in report["kernels"]}} == {"dispatcher", "packer"}
+    assert {name.partition("-")[0] for name in kept - {row["name"] for row in report["kernels"]}} == {
+        "dispatcher",
+        "packer",
+    }
     assert len(kept) == 4
     assert run(capsys, "cache", "verify", "--dir", baked).endswith("4 sound, 0 damaged\n")
 

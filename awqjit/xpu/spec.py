@@ -46,8 +46,8 @@ _TILES: dict[int, tuple[int, int]] = {8: (2, 2), 16: (2, 1)}
 """act_bits -> prefill's register tile, in row tiles and column blocks. A pair of these takes 16 of 128 registers for
 the sums of one group and of all groups; operands and addresses fit beside them without spills in Intel's compiler for
 Data Center GPU Max, Arc B and Arc A. w4a16 has more operands: weights made ready, and activations that are rearranged
-as they arrive; a second column block spilled up to 320 bytes. 256 registers a thread would hold larger tiles, for half as many
-threads, but what asks for them is lost when a kernel is kept as SPIR-V."""
+as they arrive; a second column block spilled up to 320 bytes. 256 registers a thread would hold larger tiles, for half
+as many threads, but what asks for them is lost when a kernel is kept as SPIR-V."""
 
 _PREFILL_SUBGROUPS = 4
 """Sub-groups of a prefill work-group: they share rows of x through the L1 cache, no local memory."""
