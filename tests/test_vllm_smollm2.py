@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 
 import transformers
 from int4_folders import write_int4
-from vllm_checks import Engine, assert_answers_as_the_weights_do
+from vllm_checks import Engine, errors_of
 
 from awqjit.cli import demo_weights
 from awqjit.errors import DemoWeightsError
@@ -118,4 +118,8 @@ def halves(engine: Engine, awq: Path) -> Any:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_awq_in_half_precision_answers_as_its_weights_do(dtype: str, halves: Any, awq: Path) -> None:
     assert len(halves[dtype]["kernels"]) == LAYERS
-    assert_answers_as_the_weights_do(halves[dtype], awq, dtype)
+    wanted, difference, rounding = errors_of(halves[dtype], awq, dtype)
+    # Thirty blocks add up more rounding than two: the root mean square over 600,000 values is what two draws share.
+    error, noise = difference.square().mean().sqrt(), rounding.square().mean().sqrt()
+    assert noise < 0.1 * wanted.std(), "these logits would hide an error"
+    assert error <= 2 * noise, f"error {error:.2e}, arithmetic in {dtype} explains {noise:.2e}"

@@ -110,18 +110,26 @@ def logprobs_of(folder: Path, ids: list[int], dtype: torch.dtype, compute: str =
     return logits.double().log_softmax(-1)
 
 
-def assert_answers_as_the_weights_do(answer: Any, folder: Path, dtype: str, compute: str = "w4a16") -> None:
-    """Log-probabilities as near to float64's as those of transformers' model in the same dtype, times 8; and tokens.
+def errors_of(answer: Any, folder: Path, dtype: str, compute: str = "w4a16") -> tuple[torch.Tensor, ...]:
+    """float64 log-probabilities [positions, vocabulary] of the weights; the answer's distance; that of the dtype.
 
-    Both round the same quantities to the dtype, in other orders: the errors are two draws from one distribution, whose
-    largest value over more than a thousand log-probabilities varies far less than that.
+    The last is the distance of transformers' model in the same dtype. Both round the same quantities to it, in other
+    orders: two draws from one distribution.
     """
     ids = PROMPT + answer["tokens"][:-1]
     wanted = logprobs_of(folder, ids, torch.float64)
     found = torch.tensor(answer["logprobs"], dtype=torch.float64)
-    noise = (logprobs_of(folder, ids, getattr(torch, dtype), compute) - wanted).abs().max()
+    return wanted, found - wanted, logprobs_of(folder, ids, getattr(torch, dtype), compute) - wanted
+
+
+def assert_answers_as_the_weights_do(answer: Any, folder: Path, dtype: str, compute: str = "w4a16") -> None:
+    """Log-probabilities as near to float64's as those of transformers' model in the same dtype, times 8; and tokens.
+
+    The largest value over more than a thousand log-probabilities varies far less than that between two draws.
+    """
+    wanted, difference, rounding = errors_of(answer, folder, dtype, compute)
+    error, noise = difference.abs().max(), rounding.abs().max()
     assert wanted.std() > 0.5 and noise < 0.2 * wanted.std(), "these logits would hide an error"
-    error = (found - wanted).abs().max()
     assert error <= 8 * noise, f"error {error:.2e}, arithmetic in {dtype} explains {noise:.2e}"
     # Greedy: each token is the most likely one, or as likely as the arithmetic can tell.
     steps = wanted[len(PROMPT) - 1 :]
