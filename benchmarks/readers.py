@@ -46,7 +46,11 @@ FORMS: dict[str, dict[str, Any]] = {
 READERS: dict[str, str] = {
     "gptqmodel": """
 import gptqmodel, torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+if json.load(open(folder + "/config.json"))["quantization_config"]["quant_method"] == "gptq":
+    # transformers reads GPTQ by way of the package optimum; GPTQModel itself does without.
+    model = gptqmodel.GPTQModel.load(folder, device="cpu", dtype=torch.bfloat16).model
+else:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 with torch.inference_mode():
     logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].float()
 found = logits.log_softmax(-1).topk(top)
@@ -115,7 +119,8 @@ def read(name: str, python: str, folder: Path) -> dict[int, float] | str:
         )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
-        return (done.stderr.strip().splitlines() or ["no result"])[-1][:200]
+        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line or "Value error" in line]
+        return (said or done.stderr.strip().splitlines() or ["no result"])[-1][:300]
     return {int(token): value for token, value in json.loads(lines[-1].removeprefix("RESULT ")).items()}
 
 
