@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from oracle import expected
 from strategies import ZERO_KINDS, RawWeight, Shape, activations, biases, weights
 from torch import Tensor
-from xpu_device import CASES, MS, Bench, Case, check_everything, same
+from xpu_device import CASES, MS, Bench, Case, check_everything, edge_rows, same
 from xpu_host import needs_wheels
 
 from awqjit.errors import ArgumentError
@@ -35,9 +35,10 @@ def drawn(case: Case) -> dict:
     zeros = ("none",) if case.symmetric else tuple(kind for kind in ZERO_KINDS if kind != "none")
     rows = activations(case.shape.k, dtypes=(case.x_dtype,), max_rows=12, strides=("contiguous",))
     bias = biases(case.shape.n).map(lambda bias: torch.zeros(case.shape.n) if bias is None else bias)
+    edges = edge_rows(case.shape.k, case.x_dtype)
     return {
         "weight": weights(case.shape, dtypes=(case.scale_dtype,), zero_kinds=zeros),
-        "x": rows.filter(lambda x: x.shape[0] > 0),
+        "x": rows.map(lambda x: torch.cat([x, edges])),
         "bias": bias.map(lambda bias: bias if case.bias else None),
     }
 

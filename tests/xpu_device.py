@@ -32,7 +32,7 @@ from awqjit.xpu.spec import (
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DTYPES = {"int8": torch.int8, "int32": torch.int32, "fp32": torch.float32}
 MS = (1, 2, 3, 7, 8, 9, 33)
-GUARD = 64  # elements before and behind everything that a kernel may write
+GUARD = 4096  # elements before and behind what a kernel may write: as far as a wrong row or column would reach
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,17 @@ class Bench:
             xq = xq.flatten(1)
         d = outcome.scratch["xd"].transpose(1, 2).flatten(0, 1)
         return xq[:m, :k], d[:m]
+
+
+def edge_rows(k: int, dtype: torch.dtype) -> Tensor:
+    """Rows that random ones hardly ever are: values half-way between two steps; groups just too small to be used."""
+    ties = torch.arange(k) % 126 + 0.5
+    ties[::3] *= -1
+    ties[::4] = 127  # of every group the largest: a step is 1
+    tiny = torch.full((k,), 2.0**-120)
+    least = tiny.clone()
+    least[::2] = 2.0**-119
+    return torch.stack([ties, tiny, least]).to(dtype)
 
 
 def rows_from(x: Tensor, m: int) -> Tensor:
