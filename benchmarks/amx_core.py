@@ -275,6 +275,13 @@ class Core:
         self.ports[chosen].take(best)
         return best
 
+    def fetched(self, one: Instruction, row: Row) -> None:
+        """A prefetch into the second cache: it takes nothing of the first one and of the way there."""
+        for low, _ in self.lines(one, row):
+            if not self.caches[1].holds(low):
+                self.counts["L2 misses"] += 1
+                self.bus["L3"] += 64 / L3_BYTES_PER_CYCLE
+
     def missed(self, first: int, last: int, time: int) -> int:
         """Cycles more than a hit in the first cache."""
         more = 0.0
@@ -350,7 +357,10 @@ class Core:
         ready = max([entered, *(self.ready.get(name, 0) for name in one.reads)])
         address_ready = max([entered, *(self.ready.get(name, 0) for name in one.reads if name in GENERAL)])
         issued, done = entered, ready
-        if one.loads:
+        if one.name in ("prefetcht1", "prefetcht2"):
+            issued = done = self.issue(LOAD, address_ready)
+            self.fetched(one, row)
+        elif one.loads:
             issued, loaded = self.load(one, row, address_ready)
             done = max(done, loaded) if not one.moves_tile else loaded
             if one.name.startswith("prefetch"):  # is done as soon as it is on its way
@@ -381,7 +391,7 @@ class Core:
             if one.loads or one.stores:
                 for low, high in self.lines(one, row):
                     for line in range(low, high + 1):
-                        if not self.caches[0].holds(line):
+                        if one.name in ("prefetcht1", "prefetcht2") or not self.caches[0].holds(line):
                             self.caches[1].holds(line)
         for row in rows:
             self.execute(row)

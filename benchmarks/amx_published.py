@@ -76,6 +76,25 @@ def optimism(one: Published, found: Estimate) -> tuple[float, float, float]:
     return rate, rate / one.most - 1, rate / one.least - 1
 
 
+def compare(emulator: Emulator, folder: Path) -> list[dict[str, object]]:
+    """Every published figure beside the model's. The emulator has to be installed, and permission asked for."""
+    rows: list[dict[str, object]] = []
+    for one in PUBLISHED:
+        rate, low, high = optimism(one, estimate(emulator, folder, one.a_step))
+        rows.append(
+            {
+                "loop": one.name, "measured": [one.least, one.most], "model": round(rate),
+                "optimism": [round(low, 3), round(high, 3)],
+            }
+        )  # fmt: skip
+        print(
+            f"{one.name}: measured {one.least:.0f} to {one.most:.0f} bf16 operations a cycle of {PEAK:.0f}, "
+            f"model {rate:.0f}: {low:+.1%} to {high:+.1%}",
+            flush=True,
+        )
+    return rows
+
+
 def main() -> None:
     if reason := unavailable():
         raise SystemExit(reason)
@@ -83,12 +102,7 @@ def main() -> None:
         folder = Path(name)
         with Emulator(build(folder / "libamx.so")).installed() as emulator:
             assert emulator.arch_prctl(0x1023, 18) == 0
-            for one in PUBLISHED:
-                rate, low, high = optimism(one, estimate(emulator, folder, one.a_step))
-                print(
-                    f"{one.name}: measured {one.least:.0f} to {one.most:.0f} operations a cycle of {PEAK:.0f}, "
-                    f"model {rate:.0f}: {low:+.1%} to {high:+.1%}"
-                )
+            compare(emulator, folder)
 
 
 if __name__ == "__main__":

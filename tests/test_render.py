@@ -46,6 +46,7 @@ GOLDEN_SPECS = (
     spec("avx_vnni", n=40, x_dtype="fp32", symmetric=True, tile=SMALL_AVX2),
     spec("avx512bw", scale_dtype="bf16", tile=SMALL),
     spec("portable", k=100, n=40, group_size=7, x_dtype="fp16", bias=True),
+    spec("amx_int8", k=680, n=40, group_size=128, bias=True, tile=Tile(rows=32, blocks=2, decode_rows=2)),
 )
 
 
