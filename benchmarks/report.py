@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kernel_tables, limit_tables, roofline
+from benchmarks import amx_tables, kernel_tables, limit_tables, roofline
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
@@ -182,6 +182,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_errors": kernel_errors,
     "kernel_limits": kernel_limits,
     "kernel_absent": kernel_absent,
+    "amx_estimates": amx_tables.estimates,
 }
 
 
