@@ -225,7 +225,9 @@ def test_an_interrupted_warm_up_starts_no_more_compilers(
     body = f'echo + >> "{log}"; sleep 1'
     monkeypatch.setenv("AWQJIT_CXX", str(compilers.kernel_script(tmp_path / "g++", body)))
     script = (
-        "import awqjit\n"
+        "import awqjit, signal\n"
+        # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "threading.Thread(target=lambda: (wait_for(started + '2'), os.kill(os.getpid(), 2)), daemon=True).start()\n"
         "awqjit.warm([problem(16 * n) for n in range(1, 30)], jobs=1, show_progress=False)\n"
     )
