@@ -108,6 +108,31 @@ def test_python_is_not_asked_in_any_grad_mode_as_long_as_nothing_requires_grad(p
     assert not python_calls
 
 
+@pytest.mark.parametrize("mode", ["torch.inference_mode()", "torch.no_grad()", "torch.device('meta')"])
+def test_under_whatever_mode_the_first_call_comes_python_is_asked_once_a_kind(mode: str) -> None:
+    """Most programs call a model under inference mode from the first time on, with weights that were made outside."""
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import torch
+        from test_ops import call, mm_arguments
+        from awqjit.ops import dispatcher, matmul
+
+        seen, inner = [], matmul.int4_mm
+        matmul.int4_mm = lambda *args, **named: seen.append(args) or inner(*args, **named)
+        arguments = mm_arguments()
+        with {mode}:
+            for _ in range(5):
+                call("int4_mm", arguments)
+        call("int4_mm", arguments)
+        assert dispatcher.state() is None, dispatcher.state()
+        print(len(seen))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 2  # the very first call, and the first that the dispatcher could not answer
+
+
 def test_after_forget_the_kernel_is_chosen_again() -> None:
     expected = call("int4_mm", mm_arguments(act_bits=8))
     with config.override(kernel="portable"):

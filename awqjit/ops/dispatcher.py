@@ -199,9 +199,12 @@ def _register(library: ctypes.CDLL) -> ctypes.CDLL:
     for thing in keep:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))  # the library calls them for as long as the process lives
     table = (ctypes.c_void_p * (len(functions) + len(keep)))(*functions, *(id(thing) for thing in keep))
-    plain = torch.empty(1)
+    # The first call may come under inference mode, whose tensors have fewer keys than others, or a default device.
+    with torch.inference_mode(False):
+        plain = torch.empty(1, device="cpu")
+        key_set = _find_key_set(library)
     settings = _Settings(
-        key_set=_find_key_set(library),
+        key_set=key_set,
         plain=torch._C._dispatch_keys(plain).raw_repr(),
         modes=(ctypes.c_uint16 * 4)(*(getattr(torch._C.DispatchKey, name).value for name in _MODES)),
         dtypes=(ctypes.c_int32 * 5)(*_dtype_numbers()),
@@ -240,15 +243,15 @@ def _dtype_numbers() -> list[int]:
 def _find_key_set(library: ctypes.CDLL) -> int:
     """Where a TensorImpl keeps its dispatch keys: the one offset that is right for tensors of very different keys."""
     with torch.inference_mode():
-        inference = torch.empty(1)
+        inference = torch.empty(1, device="cpu")
     probes = [
-        torch.empty(1),
-        torch.empty(1, dtype=torch.int32, requires_grad=False),
-        torch.empty(1, requires_grad=True),
+        torch.empty(1, device="cpu"),
+        torch.empty(1, device="cpu", dtype=torch.int32, requires_grad=False),
+        torch.empty(1, device="cpu", requires_grad=True),
         torch.empty(1, device="meta"),
         inference,
-        torch.empty(1, dtype=torch.complex64).conj(),
-        torch.empty(1, dtype=torch.complex64).conj().imag,
+        torch.empty(1, device="cpu", dtype=torch.complex64).conj(),
+        torch.empty(1, device="cpu", dtype=torch.complex64).conj().imag,
     ]
     find = library.awqjit_find_key_set
     find.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
